@@ -1,6 +1,6 @@
 """Every failure h3spool reports: one class per exit code.
 
-The docstring of a class is the sentence README and `--help` print for its exit code. The message of an instance says what
+The docstring of a class is the sentence README prints for its exit code. The message of an instance says what
 failed, on which path, why, and what to do next. Anything else that escapes is a bug: exit 1, with a traceback.
 """
 
