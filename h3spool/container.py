@@ -17,7 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from h3spool.errors import BadData, IOFailed, NotFound, NotPermitted
+from h3spool.errors import BadData, NotFound, explained, from_os_error
 
 if TYPE_CHECKING:
     import numpy as np
@@ -104,7 +104,7 @@ def serialize(tensors: dict[str, Tensor], metadata: dict[str, str]) -> list[byte
     return [struct.pack("<Q", len(text)), text, *(tensor.data for tensor in tensors.values())]
 
 
-def read_bytes(path: Path | str, limit_bytes: int = MAX_FILE_BYTES, dir_fd: int | None = None) -> bytes:
+def read_bytes(path: Path | str, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
     """Read a whole regular file, following no link.
 
     Raises:
@@ -112,23 +112,19 @@ def read_bytes(path: Path | str, limit_bytes: int = MAX_FILE_BYTES, dir_fd: int 
         BadData: it is larger than `limit_bytes`.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise NotFound(f"{path}: no such file") from None
     except OSError as error:
-        kind = NotPermitted if error.errno in (1, 13, 40) else IOFailed
-        why = "is a symbolic link, which the spool never follows" if error.errno == 40 else error.strerror
-        raise kind(f"{path}: {why}") from error
+        raise from_os_error(error, "opening", path) from error
     with open(fd, "rb") as file:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
             raise BadData(f"{path}: not a regular file")
         if info.st_size > limit_bytes:
             raise BadData(f"{path}: {info.st_size} bytes, no such file is larger than {limit_bytes}")
-        try:
+        with explained("reading", path):
             return file.read()
-        except OSError as error:
-            raise IOFailed(f"{path}: reading failed: {error.strerror}") from error
 
 
 def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:

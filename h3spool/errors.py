@@ -4,6 +4,13 @@ The docstring of a class is the sentence README prints for its exit code. The me
 failed, on which path, why, and what to do next. Anything else that escapes is a bug: exit 1, with a traceback.
 """
 
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from os import PathLike
+
 
 class H3SpoolError(Exception):
     """A bug in h3spool: the traceback is shown, please report it."""
@@ -54,3 +61,41 @@ class NotUsable(H3SpoolError):
 
 
 ERRORS = (BadData, NotFound, Unavailable, IOFailed, TryLater, NotPermitted, NotUsable)
+# What a batch exits with when several kinds of failure occurred: the one that most needs a person comes first.
+_PRECEDENCE = (1, 74, 77, 78, 69, 75, 65, 66)
+
+
+class Interrupted(BaseException):
+    """SIGINT or SIGTERM arrived; the job at hand was put back. Exits with 128 + the signal's number."""
+
+    def __init__(self, signum: int):
+        super().__init__(f"interrupted by signal {signum}")
+        self.exit_code = 128 + signum
+
+
+def batch_exit_code(codes: Iterable[int]) -> int:
+    """The exit code of a batch, given those of its jobs."""
+    occurred = set(codes)
+    return next((code for code in _PRECEDENCE if code in occurred), 0)
+
+
+def from_os_error(error: OSError, doing: str, path: str | PathLike[str]) -> H3SpoolError:
+    """Say in our terms what the operating system refused while `doing` something with `path`."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return IOFailed(
+            f"{path}: {doing} failed: the disk is full (or out of inodes); free some space and run it again"
+        )
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return NotPermitted(f"{path}: {doing} failed: {error.strerror}; check its owner and mode")
+    if error.errno == errno.ELOOP:
+        return NotPermitted(f"{path}: {doing} failed: it is a symbolic link, which a spool never follows")
+    return IOFailed(f"{path}: {doing} failed: {error.strerror or error}")
+
+
+@contextmanager
+def explained(doing: str, path: str | PathLike[str]) -> Iterator[None]:
+    """Turn an OSError of the block into one of ours, naming `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise from_os_error(error, doing, path) from error

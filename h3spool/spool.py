@@ -1,0 +1,392 @@
+"""The spool: jobs as directories that move between states by one rename, and the locks and memory around them.
+
+    SPOOL/  spool.json  tmp/  incoming/  verified/  decoded/  active/STEP-N/  done/  failed/  results/  seen/  locks/
+
+Rules (ARCHITECTURE.md has their reasons): a process writes only in tmp/, in its own active/STEP-N/, and in incoming/
+while it holds locks/verify; every other change is one rename. Durable means: files fsynced, their directory fsynced,
+renamed, both parents fsynced. A claim and a put-back are plain renames: losing one repeats idempotent work.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import stat
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+
+from h3spool import container, receipt
+from h3spool.errors import BadData, IOFailed, NotFound, NotPermitted, NotUsable, TryLater, explained, from_os_error
+from h3spool.job import Job, fsync_path, fsync_tree, write_file
+
+VERSION = 1
+ROLES = ("sampler", "decoder")
+STATES = ("incoming", "verified", "decoded", "done", "failed")
+CLAIMED_FROM = {"push": "verified", "decode": "verified", "mux": "decoded"}
+MAX_ATTEMPTS = 5
+_DIRECTORIES = ("tmp", *STATES, "active", "results", "seen", "locks")
+_JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+_NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,31}")
+_NETWORK_FS = re.compile(r"nfs|cifs|smb|fuse|9p|afs|ceph|glusterfs|lustre")
+
+
+def valid_job(name: str) -> bool:
+    """Whether `name` may be a job's name, and with that a path."""
+    return bool(_JOB.fullmatch(name)) and not name.endswith((".part", ".h3latent", ".sha256"))
+
+
+def _rename(source: Path, target: Path, *, durable: bool) -> None:
+    os.rename(source, target)
+    if durable:
+        fsync_path(target.parent)
+        fsync_path(source.parent)
+
+
+class Slot:
+    """Worker slot N of a step, held by flock until `release` or death. Its directory is where claims go."""
+
+    def __init__(self, spool: Spool, step: str, number: int, lock_fd: int):
+        self.spool, self.step, self.number, self._lock_fd = spool, step, number, lock_fd
+        self.path = spool.root / "active" / f"{step}-{number}"
+
+    def claim(self, name: str) -> Job | None:
+        """Take a job out of the state its step claims from; None when another worker was faster."""
+        source = self.spool.root / CLAIMED_FROM[self.step] / name
+        with explained("claiming", source):
+            try:
+                os.rename(source, self.path / name)
+            except FileNotFoundError:
+                return None
+        return Job(self.spool, name, self.path / name)
+
+    def put_back(self, job: Job) -> None:
+        """Return a claimed job to where it came from. Children that work on it must have been waited for."""
+        with explained("putting back", job.path):
+            os.rename(job.path, self.spool.root / CLAIMED_FROM[self.step] / job.name)
+
+    def release(self) -> None:
+        """Let the slot go; jobs left in it are returned by whoever looks next."""
+        os.close(self._lock_fd)
+
+
+class Spool:
+    """An open spool. `create` makes one, the constructor opens one."""
+
+    def __init__(self, root: Path | str, *, allow_network_fs: bool = False):
+        """Open a spool.
+
+        Raises:
+            NotFound: there is none.
+            NotUsable: its format, role or filesystem is not supported.
+            NotPermitted: a link, a foreign owner, or writable by group or others.
+        """
+        self.root = Path(os.path.abspath(root))
+        try:
+            facts = json.loads(container.read_bytes(self.root / "spool.json", 65536))
+        except NotFound:
+            raise NotFound(f"{self.root}: not a spool (no spool.json); `h3spool init` makes one") from None
+        except (ValueError, BadData) as error:
+            raise NotUsable(f"{self.root}/spool.json: unreadable ({error}); restore it or make a new spool") from None
+        if not isinstance(facts, dict) or facts.get("h3spool") != VERSION or facts.get("role") not in ROLES:
+            raise NotUsable(f"{self.root}/spool.json: spool format {facts!r:.80}, this h3spool knows {VERSION}")
+        self.uuid, self.node, self.role = facts["uuid"], facts["node"], facts["role"]
+        _refuse_unsafe(self.root)
+        for name in _DIRECTORIES:
+            _refuse_unsafe(self.root / name)
+        if not allow_network_fs:
+            _refuse_network_fs(self.root)
+
+    @classmethod
+    def create(cls, root: Path | str, role: str, node: str | None = None, *, allow_network_fs: bool = False) -> Spool:
+        """Make a spool, or open it where one of that role is there already.
+
+        Raises:
+            NotUsable: a spool of another role is there.
+            NotPermitted, IOFailed
+        """
+        root = Path(os.path.abspath(root))
+        if not (root / "spool.json").exists():
+            node = node or re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname()).strip("-")[:32] or "node"
+            if not _NODE.fullmatch(node):
+                raise BadData(f"node name {node!r}: use 1 to 32 letters, digits and dashes")
+            facts = {"h3spool": VERSION, "uuid": str(uuid.uuid4()), "node": node, "role": role}
+            with explained("creating a spool", root):
+                root.mkdir(mode=0o700, parents=True, exist_ok=True)
+                if strange := sorted(set(os.listdir(root)) - {*_DIRECTORIES}):
+                    raise NotPermitted(f"{root}: holds {strange[0]} already; give a new or an empty directory")
+                for name in _DIRECTORIES:
+                    (root / name).mkdir(mode=0o700, exist_ok=True)
+            fresh = root / "tmp" / f"spool-{secrets.token_hex(8)}"
+            write_file(fresh, [json.dumps(facts).encode() + b"\n"])
+            fsync_path(root)
+            with explained("creating a spool", root):
+                _rename(fresh, root / "spool.json", durable=True)
+            fsync_path(root.parent)
+        spool = cls(root, allow_network_fs=allow_network_fs)
+        if spool.role != role:
+            raise NotUsable(f"{root}: is a {spool.role} spool already; one spool has one role")
+        return spool
+
+    # -- names and places
+
+    def new_job_name(self) -> str:
+        """A name no job has had: time, node, and eight random hex digits."""
+        moment = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S%f")[:18]
+        return f"{moment}Z-{self.node}-{secrets.token_hex(4)}"
+
+    def tmp_path(self, kind: str) -> Path:
+        """A path in tmp/ that was never used and never will be again."""
+        return self.root / "tmp" / f"{kind}-{secrets.token_hex(8)}"
+
+    def tmp_dir(self, kind: str) -> Path:
+        """A new directory in tmp/."""
+        path = self.tmp_path(kind)
+        with explained("creating", path):
+            path.mkdir(mode=0o700)
+        return path
+
+    def names(self, state: str) -> list[str]:
+        """The jobs in a state (or `active/STEP-N`, `results`), sorted."""
+        try:
+            with os.scandir(self.root / state) as entries:
+                return sorted(e.name for e in entries if valid_job(e.name) and e.is_dir(follow_symlinks=False))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise from_os_error(error, "listing", self.root / state) from error
+
+    def slots(self) -> list[str]:
+        """The names STEP-N of all slots that ever were."""
+        with explained("listing", self.root / "active"):
+            return sorted(os.listdir(self.root / "active"))
+
+    def places(self) -> list[str]:
+        """Every place a job can be, in the order jobs travel."""
+        active = [f"active/{slot}" for slot in self.slots()]
+        return ["incoming", "verified", *active, "decoded", "done", "failed"]
+
+    def find(self, name: str) -> tuple[str, Job] | None:
+        """Where a job is. A job that moves while we look is looked for again (it can pass us once, hardly thrice)."""
+        for _ in range(5):
+            for place in self.places():
+                path = self.root / place / name
+                if path.is_dir() and not path.is_symlink():
+                    return place, Job(self, name, path)
+        return None
+
+    def job(self, state: str, name: str) -> Job:
+        """The handle of a job in a known place."""
+        return Job(self, name, self.root / state / name)
+
+    def require_space(self, need_bytes: int, min_free_bytes: int) -> None:
+        """Refuse to start what would fill the disk.
+
+        Raises:
+            IOFailed: less than need + min_free is left.
+        """
+        free = self.free_bytes()
+        if free < need_bytes + min_free_bytes:
+            raise IOFailed(
+                f"{self.root}: {free >> 20} MiB free, this needs {need_bytes >> 20} MiB and leaves --min-free "
+                f"{min_free_bytes >> 20} MiB; `h3spool gc` makes room"
+            )
+
+    def free_bytes(self) -> int:
+        """Free space for ordinary users on the spool's filesystem."""
+        with explained("looking at free space of", self.root):
+            room = os.statvfs(self.root)
+        return room.f_bavail * room.f_frsize
+
+    # -- locks and slots
+
+    @contextmanager
+    def lock(self, name: str, *, wait: bool = True) -> Iterator[None]:
+        """Hold locks/NAME.
+
+        Raises:
+            TryLater: another holds it and `wait` is false.
+        """
+        fd = self._lock_fd(name)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            os.close(fd)
+            raise TryLater(f"{self.root}/locks/{name}: another h3spool holds it; try again later") from None
+        try:
+            yield
+        finally:
+            os.close(fd)
+
+    def _lock_fd(self, name: str) -> int:
+        path = self.root / "locks" / name
+        with explained("locking", path):
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+    def _try_slot(self, step: str, number: int) -> Slot | None:
+        """Take a slot if it is free, and return the jobs a dead worker left in it."""
+        fd = self._lock_fd(f"{step}-{number}")
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        slot = Slot(self, step, number, fd)
+        try:
+            with explained("creating", slot.path):
+                slot.path.mkdir(mode=0o700, exist_ok=True)
+            for name in self.names(f"active/{step}-{number}"):
+                slot.put_back(self.job(f"active/{step}-{number}", name))
+        except BaseException:
+            os.close(fd)
+            raise
+        return slot
+
+    def take_slot(self, step: str) -> Slot:
+        """The lowest free slot of a step, emptied, after emptying all other slots whose worker is gone."""
+        self.empty_slots(step)
+        return next(slot for number in range(1 << 16) if (slot := self._try_slot(step, number)))
+
+    def empty_slots(self, step: str) -> None:
+        """Return the jobs of dead workers of a step to where it claims from."""
+        for name in self.slots():
+            kind, _, number = name.rpartition("-")
+            if kind == step and self.names(f"active/{name}") and (slot := self._try_slot(step, int(number))):
+                slot.release()
+
+    # -- moving jobs
+
+    def promote(self, job: Job, state: str) -> Job:
+        """Move a job to a state by a plain rename (incoming -> verified)."""
+        target = self.root / state / job.name
+        with explained("moving", job.path):
+            os.rename(job.path, target)
+        return Job(self, job.name, target)
+
+    def publish(self, job: Job, state: str) -> Job:
+        """Move a job to a state so that it survives a power cut there, with every file it has."""
+        fsync_tree(job.path)
+        target = self.root / state / job.name
+        with explained("moving", job.path):
+            _rename(job.path, target, durable=True)
+        return Job(self, job.name, target)
+
+    # -- seen/: the memory that makes hand-over exactly-once
+
+    def seen(self, name: str) -> dict | None:
+        """The record of a job published under a name that can come again: `sha256`, `tmp` (relative path)."""
+        try:
+            record = json.loads(container.read_bytes(self.root / "seen" / name, 65536))
+        except NotFound:
+            return None
+        except ValueError:
+            record = None
+        if not isinstance(record, dict) or not {"sha256", "tmp"} <= set(record):
+            raise IOFailed(f"{self.root}/seen/{name}: unreadable; `h3spool fsck` says what to do")
+        return record
+
+    def publish_once(self, held: Path, name: str, digest: str) -> bool:
+        """Publish tmp/RUN/JOB to incoming/ exactly once, whatever dies; see the paragraph on seen/ in ARCHITECTURE.md.
+
+        The files, the directory and all directories above it up to tmp/ must have been fsynced.
+
+        Returns:
+            False when the job had been published before (it is acknowledged again; `held` is left alone).
+
+        Raises:
+            BadData: the name was published with other content.
+            TryLater: `held` is gone (an older run that was cleaned away).
+        """
+        with self.lock("admit"):
+            record = self.seen(name)
+            if record is None:
+                if not held.is_dir():
+                    raise TryLater(f"{held}: the directory is gone; send the job again")
+                record = self._remember(held, name, digest)
+            elif record["sha256"] != digest:
+                raise BadData(
+                    f"job {name} was received before with SHA-256 {record['sha256']}, now it has {digest}; "
+                    "a job's content never changes: export it again under a new name"
+                )
+            return self._finish(name, record) and record["tmp"] == str(held.relative_to(self.root))
+
+    def _remember(self, held: Path, name: str, digest: str) -> dict:
+        record = {"sha256": digest, "tmp": str(held.relative_to(self.root)), "at": receipt.now()}
+        fresh, target = self.tmp_path("seen"), self.root / "seen" / name
+        write_file(fresh, [json.dumps(record).encode()])
+        with explained("remembering", target):
+            os.link(fresh, target)
+        fsync_path(target.parent)
+        with explained("removing", fresh):
+            fresh.unlink(missing_ok=True)
+        return record
+
+    def _finish(self, name: str, record: dict) -> bool:
+        """Step 3: rename what seen/ names to incoming/, if it still lies in tmp/. locks/admit must be held."""
+        path = self.root / record["tmp"]
+        if not path.is_dir():
+            return False
+        with explained("publishing", path):
+            _rename(path, self.root / "incoming" / name, durable=True)
+        return True
+
+    def finish_published(self) -> list[str]:
+        """Complete every publication that a death interrupted between seen/ and its rename."""
+        finished = []
+        for run in sorted((self.root / "tmp").iterdir()):
+            for name in self.names(f"tmp/{run.name}") if run.is_dir() else ():
+                record = self.seen(name)
+                if record is not None and record["tmp"] == f"tmp/{run.name}/{name}":
+                    with self.lock("admit"):
+                        if self._finish(name, record):
+                            finished.append(name)
+        return finished
+
+    def discard(self, path: Path) -> None:
+        """Delete something in tmp/, as far as it can be; `gc` gets the rest."""
+        if path.parent == self.root / "tmp":
+            shutil.rmtree(path, ignore_errors=True)
+            path.unlink(missing_ok=True) if path.is_file() or path.is_symlink() else None
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def _refuse_unsafe(path: Path) -> None:
+    try:
+        info = os.lstat(path)
+    except FileNotFoundError:
+        raise NotUsable(f"{path}: missing; `h3spool fsck --repair` recreates the directories of a spool") from None
+    except OSError as error:
+        raise from_os_error(error, "opening", path) from error
+    if not stat.S_ISDIR(info.st_mode):
+        raise NotPermitted(f"{path}: must be a directory, not a link or a file")
+    if info.st_uid != os.geteuid():
+        raise NotPermitted(f"{path}: belongs to uid {info.st_uid}, this process is uid {os.geteuid()}")
+    if info.st_mode & 0o022:
+        raise NotPermitted(f"{path}: is writable by group or others; chmod 700 {path}")
+
+
+def _refuse_network_fs(root: Path) -> None:
+    """flock and rename do not mean the same on network filesystems; machines share work by push."""
+    device = os.stat(root).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:  # no /proc in this sandbox: nothing to go by
+        return
+    for line in mounts:
+        fields = line.split()
+        kind = fields[fields.index("-") + 1]
+        if fields[2] == wanted and _NETWORK_FS.match(kind):
+            raise NotUsable(
+                f"{root}: lies on a {kind} filesystem, where locks and renames cannot be trusted; use a local disk and "
+                "`h3spool push`, or --allow-network-fs at your own risk"
+            )
