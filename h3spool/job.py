@@ -3,7 +3,7 @@
     JOB/    JOB.h3latent  JOB.h3latent.sha256  JOB.pipeline.json  [JOB.producer.json]  [state.json]
             [JOB.master.mkv]  [JOB.mp4]
 
-A file is written under a new name in the spool's tmp/, and renamed into the job: readers see the old one or the new one.
+A file is written under a new name in the spool's tmp/ and renamed into the job: readers see the old or the new one.
 """
 
 from __future__ import annotations

@@ -24,7 +24,17 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from h3spool import container, receipt
-from h3spool.errors import BadData, IOFailed, NotFound, NotPermitted, NotUsable, TryLater, explained, from_os_error
+from h3spool.errors import (
+    BadData,
+    H3SpoolError,
+    IOFailed,
+    NotFound,
+    NotPermitted,
+    NotUsable,
+    TryLater,
+    explained,
+    from_os_error,
+)
 from h3spool.job import Job, fsync_path, fsync_tree, write_file
 
 VERSION = 1
@@ -292,62 +302,80 @@ class Spool:
             raise IOFailed(f"{self.root}/seen/{name}: unreadable; `h3spool fsck` says what to do")
         return record
 
-    def publish_once(self, held: Path, name: str, digest: str) -> bool:
-        """Publish tmp/RUN/JOB to incoming/ exactly once, whatever dies; see the paragraph on seen/ in ARCHITECTURE.md.
+    def publish_once(self, batch: dict[str, tuple[Path, str]]) -> dict[str, bool | H3SpoolError]:
+        """Publish tmp/RUN/JOB directories to incoming/ exactly once each, whatever dies; seen/JOB is the commit point.
 
-        The files, the directory and all directories above it up to tmp/ must have been fsynced.
+        The files, the directories and all directories above them up to tmp/ must have been fsynced.
+
+        Args:
+            batch: job name -> (its directory in tmp/, SHA-256 of its latent).
 
         Returns:
-            False when the job had been published before (it is acknowledged again; `held` is left alone).
-
-        Raises:
-            BadData: the name was published with other content.
-            TryLater: `held` is gone (an older run that was cleaned away).
+            For each job: True, published now; False, it had been published before (acknowledge it again); BadData, its
+            name was published with other content; TryLater, its directory was cleaned away meanwhile.
         """
+        results: dict[str, bool | H3SpoolError] = {}
+        fresh, known = {}, {}
         with self.lock("admit"):
-            record = self.seen(name)
-            if record is None:
-                if not held.is_dir():
-                    raise TryLater(f"{held}: the directory is gone; send the job again")
-                record = self._remember(held, name, digest)
-            elif record["sha256"] != digest:
-                raise BadData(
-                    f"job {name} was received before with SHA-256 {record['sha256']}, now it has {digest}; "
-                    "a job's content never changes: export it again under a new name"
-                )
-            return self._finish(name, record) and record["tmp"] == str(held.relative_to(self.root))
+            for name, (held, digest) in batch.items():
+                record = self.seen(name)
+                if record is None and held.is_dir():
+                    tmp = str(held.relative_to(self.root))
+                    fresh[name], results[name] = {"sha256": digest, "tmp": tmp, "at": receipt.now()}, True
+                elif record is None:
+                    results[name] = TryLater(f"{held}: the directory is gone; send the job again")
+                elif record["sha256"] != digest:
+                    results[name] = BadData(
+                        f"job {name} was received before with SHA-256 {record['sha256']}, now it has {digest}; "
+                        "a job's content never changes: export it again, as a new job"
+                    )
+                else:
+                    known[name], results[name] = record, False
+            self._remember(fresh)
+            self._finish(known | fresh)
+        return results
 
-    def _remember(self, held: Path, name: str, digest: str) -> dict:
-        record = {"sha256": digest, "tmp": str(held.relative_to(self.root)), "at": receipt.now()}
-        fresh, target = self.tmp_path("seen"), self.root / "seen" / name
-        write_file(fresh, [json.dumps(record).encode()])
-        with explained("remembering", target):
-            os.link(fresh, target)
-        fsync_path(target.parent)
-        with explained("removing", fresh):
-            fresh.unlink(missing_ok=True)
-        return record
+    def _remember(self, records: dict[str, dict]) -> None:
+        """Step 2: seen/JOB appears whole, by a link to a finished file, and durably, before any rename."""
+        if not records:
+            return
+        folder = self.tmp_dir("seen")
+        for name, record in records.items():
+            write_file(folder / name, [json.dumps(record).encode()])
+            with explained("remembering", self.root / "seen" / name):
+                os.link(folder / name, self.root / "seen" / name)
+        fsync_path(self.root / "seen")
+        self.discard(folder)
 
-    def _finish(self, name: str, record: dict) -> bool:
-        """Step 3: rename what seen/ names to incoming/, if it still lies in tmp/. locks/admit must be held."""
-        path = self.root / record["tmp"]
-        if not path.is_dir():
-            return False
-        with explained("publishing", path):
-            _rename(path, self.root / "incoming" / name, durable=True)
-        return True
+    def _finish(self, records: dict[str, dict]) -> list[str]:
+        """Step 3: rename to incoming/ what still lies at its tmp path, durably. locks/admit must be held."""
+        moved, parents = [], set()
+        for name, record in records.items():
+            path = self.root / record["tmp"]
+            if path.is_dir():
+                with explained("publishing", path):
+                    os.rename(path, self.root / "incoming" / name)
+                moved.append(name)
+                parents.add(path.parent)
+        if moved:
+            for folder in (self.root / "incoming", *parents):
+                fsync_path(folder)
+        return moved
 
     def finish_published(self) -> list[str]:
         """Complete every publication that a death interrupted between seen/ and its rename."""
-        finished = []
-        for run in sorted((self.root / "tmp").iterdir()):
-            for name in self.names(f"tmp/{run.name}") if run.is_dir() else ():
+        waiting = {}
+        with explained("listing", self.root / "tmp"):
+            runs = sorted(entry.name for entry in os.scandir(self.root / "tmp") if entry.is_dir(follow_symlinks=False))
+        for run in runs:
+            for name in self.names(f"tmp/{run}"):
                 record = self.seen(name)
-                if record is not None and record["tmp"] == f"tmp/{run.name}/{name}":
-                    with self.lock("admit"):
-                        if self._finish(name, record):
-                            finished.append(name)
-        return finished
+                if record is not None and record["tmp"] == f"tmp/{run}/{name}":
+                    waiting[name] = record
+        if not waiting:
+            return []
+        with self.lock("admit"):
+            return self._finish(waiting)
 
     def discard(self, path: Path) -> None:
         """Delete something in tmp/, as far as it can be; `gc` gets the rest."""
