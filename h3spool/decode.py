@@ -1,0 +1,260 @@
+"""Latent -> frames and waveform, on one device, with both decoders kept warm between jobs.
+
+Frames leave one temporal clip at a time (17 frames, and the 5-frame tail last), so that nothing is longer than a clip.
+8-bit values are round-half-to-even of 255 times the clamped pixel. A thread decodes the next clip while the caller
+encodes this one.
+"""
+
+import contextlib
+import queue
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from h3spool.errors import BadData, NotUsable, Unavailable
+from h3spool.vae import tiling, video, weights
+
+PRECISIONS = ("auto", "int8", "fp16", "bf16", "fp32")
+SEAMS = ("composited", "official")
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+RUNGS = {"fp16": ("fp16", "fp32"), "bf16": ("bf16", "fp32"), "fp32": ("fp32",)}  # what a broken clip is redone in
+
+
+class Decoder:
+    """Both decoders, loaded and kept warm between jobs.
+
+    Args:
+        video_vae: file or folder of the video VAE.
+        audio_vae: of the audio VAE; None decodes no sound.
+        precision: one of PRECISIONS. "auto" is bf16 on a CPU that has it, else fp32; fp16 on CUDA.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        seams: one of SEAMS.
+        progress: called with (clips done, clips in all) after each clip, in the decoding thread.
+
+    Attributes:
+        facts: what the receipt says of the engine and its checkpoints.
+
+    Raises:
+        NotFound, NotUsable, IOFailed: as `vae.weights.load_video`.
+        Unavailable: there is no such device.
+    """
+
+    def __init__(
+        self,
+        video_vae: Path,
+        audio_vae: Path | None,
+        *,
+        precision: str = "auto",
+        device: str = "auto",
+        seams: str = "composited",
+        progress: Callable[[int, int], None] | None = None,
+    ):
+        start = time.monotonic()
+        self._device = _device(device)
+        self._precision = _precision(precision, self._device)
+        self._seams, self._progress = seams, progress
+        self._video, video_facts = weights.load_video(video_vae, DTYPES[self._precision], self._device)
+        self._audio, audio_facts = weights.load_audio(audio_vae, self._device) if audio_vae else (None, None)
+        self._batch = 8 if self._device.type == "cuda" else 2
+        self.facts = {
+            "engine": "native",
+            "precision": self._precision,
+            "seams": seams,
+            "device": _device_name(self._device),
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "video_vae": video_facts,
+            "audio_vae": audio_facts,
+            "load_s": round(time.monotonic() - start, 3),
+        }
+
+    def frames(self, video: np.ndarray, report: dict) -> Iterator[np.ndarray]:
+        """Decode the picture.
+
+        Args:
+            video: [1, 24, T, H, W] float32 in the sampler's scale.
+            report: filled as clips are done: "clips", "fallbacks" (clip, from, to), "seconds" of computing,
+                "peak_memory_bytes".
+
+        Yields:
+            [n, 16H, 16W, 3] uint8 RGB; F(T) frames in all.
+
+        Raises:
+            BadData: wrong shape, or a clip is not finite in any precision.
+            Unavailable: not even one tile fits the memory.
+        """
+        if video.ndim != 5 or video.shape[:2] != (1, 24):
+            raise BadData(f"a video latent is [1, 24, T, H, W], not {list(video.shape)}")
+        z = torch.from_numpy(np.ascontiguousarray(video[0], dtype=np.float32))
+        report |= {"clips": 0, "fallbacks": [], "seconds": 0.0}
+        clips = (self._clip(z, index, report) for index in range(tiling.clip_count(z.shape[1])))
+        pieces = tiling.join_clips(clips, tiling.frame_count(z.shape[1]))
+        yield from _ahead(_timed((_eight_bit(piece) for piece in pieces), report))
+        report["peak_memory_bytes"] = _peak_bytes(self._device)
+
+    def sound(self, audio: np.ndarray, report: dict) -> Iterator[np.ndarray]:
+        """Decode the sound, always in float32.
+
+        Args:
+            audio: [1, 32, 2, Ta] float32 in the sampler's scale.
+            report: filled: "chunks", "seconds", "peak_memory_bytes".
+
+        Yields:
+            [2, n] float32 at 32 kHz in [-1, 1]; 800 * Ta samples in all.
+
+        Raises:
+            BadData: wrong shape, or a chunk is not finite.
+            NotUsable: no audio VAE was given.
+        """
+        if self._audio is None:
+            raise NotUsable("this latent has sound but no audio VAE was given: use --audio-vae")
+        if audio.ndim != 4 or audio.shape[:3] != (1, 32, 2):
+            raise BadData(f"an audio latent is [1, 32, 2, Ta], not {list(audio.shape)}")
+        z = torch.from_numpy(np.ascontiguousarray(audio[0].swapaxes(0, 1), dtype=np.float32))
+        report |= {"chunks": 0, "seconds": 0.0}
+        yield from _ahead(_timed(self._waves(z, report), report))
+        report["peak_memory_bytes"] = _peak_bytes(self._device)
+
+    def _clip(self, z: Tensor, index: int, report: dict) -> Tensor:
+        """Decode one clip of z [24, T, H, W] to raw pixels [3, 28, 16H, 16W], one rung up if it is not finite."""
+        rungs = RUNGS[self._precision]
+        for rung, higher in zip(rungs, [*rungs[1:], None], strict=True):
+            raw = self._raw(tiling.clip(z, index), DTYPES[rung])
+            if torch.isfinite(raw).all():
+                report["clips"] += 1
+                if self._progress:
+                    self._progress(report["clips"], tiling.clip_count(z.shape[1]))
+                return raw
+            if higher:
+                report["fallbacks"].append({"clip": index, "from": rung, "to": higher})
+        raise BadData(f"clip {index} (from frame {tiling.FRAMES * index}) is not finite, not even in {rungs[-1]}")
+
+    def _raw(self, z: Tensor, dtype: torch.dtype) -> Tensor:
+        """Decode z [24, 7, H, W] to raw pixels; out of memory halves the tile batch, for later clips too."""
+        tiles = tiling.cut(self._video.denormalise(z.to(self._device)))
+        while True:
+            try:
+                return tiling.stitch(self._video(tiles, dtype, self._batch), *z.shape[2:], self._seams)
+            except RuntimeError as e:
+                if not _out_of_memory(e):
+                    raise
+                if self._batch == 1:
+                    raise Unavailable(f"not enough memory on {self._device} to decode one tile: {e}") from e
+            self._batch //= 2
+
+    def _waves(self, z: Tensor, report: dict) -> Iterator[np.ndarray]:
+        # cuDNN would run float32 convolutions in TF32
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            for wave in self._audio(z.to(self._device)):
+                if not torch.isfinite(wave).all():
+                    raise BadData(f"the sound is not finite in chunk {report['chunks']}")
+                report["chunks"] += 1
+                yield wave.cpu().numpy()
+
+
+def _ahead(items: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    """Run an iterator in a thread, one item ahead of the caller; closing the generator stops the thread.
+
+    The thread holds at most the item it is making and one that waits. Its exception is raised where the item would be.
+    """
+    slot, stop = queue.Queue(maxsize=1), threading.Event()
+    thread = threading.Thread(target=_feed, args=(items, slot, stop), name="h3spool-decode", daemon=True)
+    thread.start()
+    try:
+        while True:
+            item, error = slot.get()
+            if error is not None:
+                raise error
+            if item is None:
+                return
+            yield item
+    finally:
+        stop.set()
+        while thread.is_alive():  # it may wait for a place in the queue
+            with contextlib.suppress(queue.Empty):
+                slot.get(timeout=0.05)
+
+
+@torch.inference_mode()
+def _feed(items: Iterator[np.ndarray], slot: queue.Queue, stop: threading.Event) -> None:
+    try:
+        for item in items:
+            if stop.is_set():
+                return
+            slot.put((item, None))
+        slot.put((None, None))
+    except BaseException as e:  # raised in the caller's thread
+        slot.put((None, e))
+
+
+def _timed(items: Iterator[np.ndarray], report: dict) -> Iterator[np.ndarray]:
+    """Add the seconds that each item takes to report["seconds"]."""
+    while True:
+        start = time.monotonic()
+        item = next(items, None)
+        report["seconds"] += time.monotonic() - start
+        if item is None:
+            return
+        yield item
+
+
+def _eight_bit(raw: Tensor) -> np.ndarray:
+    """raw: [3, n, H, W] -> [n, H, W, 3] uint8."""
+    pixels = video.finalise(raw).mul_(255).round_().to(torch.uint8)
+    return pixels.permute(1, 2, 3, 0).contiguous().cpu().numpy()
+
+
+def _device(name: str) -> torch.device:
+    found = torch.cuda.is_available()
+    if name == "auto":
+        return torch.device("cuda" if found else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as e:
+        raise Unavailable(f"{name!r} is no device: use auto, cpu, cuda or cuda:N") from e
+    if device.type not in ("cpu", "cuda"):
+        raise Unavailable(f"h3spool decodes on cpu and cuda, not on {name}")
+    if device.type == "cuda" and (not found or (device.index or 0) >= torch.cuda.device_count()):
+        raise Unavailable(
+            f"there is no {name}: this PyTorch ({torch.__version__}) sees {torch.cuda.device_count()} GPUs"
+        )
+    return device
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} {torch.cuda.get_device_name(device)}"
+    models = [line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")]
+    return f"cpu {models[0]}" if models else "cpu"
+
+
+def _cpuinfo() -> list[str]:
+    return Path("/proc/cpuinfo").read_text().splitlines()
+
+
+def _precision(asked: str, device: torch.device) -> str:
+    if asked == "int8":
+        raise NotUsable("int8 needs an INT8 (ConvRot) checkpoint, which this version does not decode: use auto")
+    if asked != "auto":
+        return asked
+    if device.type == "cuda":
+        return "fp16"
+    flags = next((line.split() for line in _cpuinfo() if line.startswith("flags")), [])
+    return "bf16" if {"avx512_bf16", "amx_bf16"} & set(flags) else "fp32"
+
+
+def _out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.cuda.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """Most memory held so far: allocated on a GPU, else resident in this process (mapped weights included)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,0 +1,205 @@
+"""The MiniMax H3 video decoder: latent tokens of one tile-clip -> raw pixels, a 36-block vision transformer.
+
+Shapes: B tiles, T, H, W latent tokens of a tile-clip (at most 7, 16, 16), N = T*H*W + 5 tokens, D width, h = D/64
+heads. Raw pixels are ImageNet-normalised; `finalise` makes them [0, 1]. Attribute names are the keys of the official
+(and ComfyUI) checkpoint, so that loading is `load_state_dict`. All but the products inside the blocks is float32.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+CHANNELS = 24  # of the latent
+PATCH_PX, PATCH_FRAMES = 16, 4  # pixels and raw frames per latent token
+HEAD = 64  # channels per attention head
+ROTATED = 48  # of HEAD: three axes x eight frequencies x (cos, sin)
+THETA = 100.0  # base of the rotary frequencies
+SUFFIX = 5  # four register tokens and one token of zeros
+EPS = 1e-5
+
+LATENTS_MEAN = (
+    0.858090341091156, -0.9606591463088989, 1.0661640167236328, -0.5090325474739075,
+    -0.2727581858634949, -1.3675414323806763, -0.2553254961967468, -0.26907554268836975,
+    -0.5376840829849243, -0.0464097298681736, 0.6657370328903198, 0.19690127670764923,
+    -0.5460608005523682, -0.4035342037677765, -0.23683024942874908, 0.25928452610969543,
+    -0.30133944749832153, 0.211341992020607, -1.1206848621368408, 0.3581933379173279,
+    -0.04225143790245056, 0.2604829967021942, 0.22864092886447906, 0.7056031823158264,
+)  # fmt: skip
+LATENTS_STD = (
+    1.2223774194717407, 1.2767263650894165, 1.6831774711608887, 1.7549455165863037,
+    1.5636216402053833, 2.194143533706665, 0.9653137922286987, 1.0569885969161987,
+    0.841948926448822, 0.7729952931404114, 1.8955937623977661, 0.946841835975647,
+    0.7996809482574463, 0.44988900423049927, 0.7197399735450745, 0.6936293244361877,
+    2.961095094680786, 2.7694199085235596, 3.0496184825897217, 2.1088054180145264,
+    3.276226282119751, 3.1627357006073, 2.2816812992095947, 2.6127843856811523,
+)  # fmt: skip
+PIXEL_MEAN = (0.485, 0.456, 0.406)
+PIXEL_STD = (0.229, 0.224, 0.225)
+
+
+class Linear(nn.Module):
+    """A linear layer whose weight keeps the dtype it was loaded in."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(outputs), requires_grad=False)
+
+    def at(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        """Return the function that multiplies in `dtype`: a cast copy of the weight lives only as long as it."""
+        return partial(F.linear, weight=self.weight.to(dtype), bias=self.bias.to(dtype))
+
+
+class Norm(nn.Module):
+    """RMS norm with a gain, float32."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., D] float32 -> the same shape."""
+        return F.rms_norm(x, self.weight.shape, self.weight, EPS)
+
+
+class Attention(nn.Module):
+    """Projections of one block; the rows of `to_qkv` are, per head, 64 of q, 64 of k, 64 of v."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.to_qkv = Linear(width, 3 * width)
+        self.to_out = Linear(width, width)
+
+
+class FeedForward(nn.Module):
+    """Gated feed-forward of one block; the first half of `w1`'s rows is the gate."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.w1 = Linear(width, 8 * width)
+        self.w2 = Linear(4 * width, width)
+
+
+class Block(nn.Module):
+    """One transformer block: pre-norm, bidirectional attention, gated feed-forward, per-channel residual gains."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm1, self.norm2 = Norm(width), Norm(width)
+        self.attn, self.ff = Attention(width), FeedForward(width)
+        self.scale1 = nn.Parameter(torch.empty(width), requires_grad=False)
+        self.scale2 = nn.Parameter(torch.empty(width), requires_grad=False)
+
+    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], dtype: torch.dtype, batch: int) -> None:
+        """Update the residual stream x [B, N, D] (float32) in place, `batch` tiles a call, products in `dtype`.
+
+        The weights are cast once for all B tiles: a file narrower than `dtype` never needs a second copy.
+        """
+        qkv, out = self.attn.to_qkv.at(dtype), self.attn.to_out.at(dtype)
+        w1, w2 = self.ff.w1.at(dtype), self.ff.w2.at(dtype)
+        for tiles in x.split(batch):
+            tiles.add_(out(attend(qkv(self.norm1(tiles).to(dtype)), turn)) * self.scale1)
+            gate, value = w1(self.norm2(tiles).to(dtype)).chunk(2, dim=-1)
+            tiles.add_(w2(F.silu(gate).mul_(value)) * self.scale2)
+
+
+def attend(qkv: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """Full attention with normalised, rotated q and k. qkv: [B, N, 3D] -> [B, N, D], the same dtype."""
+    tiles, tokens, _ = qkv.shape
+    q, k, v = qkv.view(tiles, tokens, -1, 3, HEAD).permute(3, 0, 2, 1, 4)  # each [B, h, N, 64]
+    q, k = (rotate(F.rms_norm(part.float(), (HEAD,), None, EPS), turn).to(qkv.dtype) for part in (q, k))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(tiles, tokens, -1)
+
+
+def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate channels (a, a + 24) of x [B, h, N, 64] by the angle of frequency a; 48..63 stay as they are."""
+    cos, sin = turn
+    a, b, rest = x.split((ROTATED // 2, ROTATED // 2, HEAD - ROTATED), dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+
+
+def turns(size: tuple[int, int, int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [N, 24] (float32) of the rotary angles of a tile-clip of `size` (T, H, W) tokens.
+
+    Positions are local to the tile-clip and span -1..1 on each axis; the suffix tokens sit at 0.
+    """
+    axes = [2 * (torch.arange(n, dtype=torch.float32, device=device) + 0.5) / n - 1 for n in size]
+    place = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, 3)
+    place = F.pad(place, (0, 0, 0, SUFFIX))  # [N, 3]
+    count = ROTATED // 6
+    frequency = THETA ** (-torch.arange(count, dtype=torch.float32, device=device) / count)
+    angle = (2 * math.pi * place[:, :, None] * frequency).flatten(1)
+    return angle.cos(), angle.sin()
+
+
+class Transformer(nn.Module):
+    """Tokens in, patches out: the `decoder.` part of the checkpoint."""
+
+    def __init__(self, width: int, blocks: int):
+        super().__init__()
+        self.x_embedder = Linear(CHANNELS, width)
+        self.register_tokens = nn.Parameter(torch.empty(1, SUFFIX - 1, width), requires_grad=False)
+        self.transformer_blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.norm_out = nn.LayerNorm(width, eps=EPS)
+        self.proj_out = Linear(width, 3 * PATCH_FRAMES * PATCH_PX**2)
+
+
+class VideoDecoder(nn.Module):
+    """The decoder half of the H3 video VAE.
+
+    Args:
+        width: D, channels of the residual stream, a multiple of 64.
+        blocks: number of transformer blocks.
+    """
+
+    def __init__(self, width: int, blocks: int):
+        super().__init__()
+        self.post_quant_conv = nn.Conv3d(CHANNELS, CHANNELS, 1)
+        self.decoder = Transformer(width, blocks)
+        self.register_buffer("latents_mean", torch.empty(CHANNELS))
+        self.register_buffer("latents_std", torch.empty(CHANNELS))
+
+    def denormalise(self, z: Tensor) -> Tensor:
+        """z: [24, T, H, W] in the sampler's scale, float32 -> what `forward` takes, the same shape."""
+        return z * self.latents_std[:, None, None, None] + self.latents_mean[:, None, None, None]
+
+    def forward(self, z: Tensor, dtype: torch.dtype, batch: int) -> Iterator[Tensor]:
+        """Decode tiles of equal size and yield their raw pixels one by one, in order.
+
+        Args:
+            z: [B, 24, T, H, W] float32, denormalised.
+            dtype: of the products inside the blocks.
+            batch: tiles per product; it changes time and memory, not the result.
+
+        Yields:
+            [3, 4T, 16H, 16W] float32, ImageNet-normalised.
+        """
+        net, size = self.decoder, tuple(z.shape[2:])
+        kernel, bias = self.post_quant_conv.weight.flatten(1), self.post_quant_conv.bias
+        tokens = F.linear(z.flatten(2).transpose(1, 2), kernel, bias)  # [B, T*H*W, 24]
+        x = tokens.new_zeros(len(z), tokens.shape[1] + SUFFIX, net.register_tokens.shape[-1])
+        x[:, :-SUFFIX] = net.x_embedder.at(torch.float32)(tokens)
+        x[:, -SUFFIX:-1] = net.register_tokens
+        turn = turns(size, z.device)
+        for block in net.transformer_blocks:
+            block(x, turn, dtype, batch)
+        patches = net.proj_out.at(torch.float32)
+        for tile in x[:, :-SUFFIX]:
+            yield unpatchify(patches(net.norm_out(tile)), size)
+
+
+def unpatchify(patches: Tensor, size: tuple[int, int, int]) -> Tensor:
+    """patches: [T*H*W, 3072], features in order (channel, frame, y, x) -> [3, 4T, 16H, 16W]."""
+    t, h, w = size
+    patches = patches.view(t, h, w, 3, PATCH_FRAMES, PATCH_PX, PATCH_PX).permute(3, 0, 4, 1, 5, 2, 6)
+    return patches.reshape(3, t * PATCH_FRAMES, h * PATCH_PX, w * PATCH_PX)
+
+
+def finalise(raw: Tensor) -> Tensor:
+    """raw: [3, F, H, W] ImageNet-normalised float32 -> [0, 1], the same shape."""
+    mean, std = (torch.tensor(c, device=raw.device).view(3, 1, 1, 1) for c in (PIXEL_MEAN, PIXEL_STD))
+    return (raw * std).add_(mean).clamp_(0, 1)
