@@ -231,11 +231,8 @@ def probe(exe: str, path: Path) -> dict:
     facts["duration_s"] = max((s["start_s"] + s["duration_s"] for s in streams), default=0.0)
     for stream in streams:
         kind = stream["media_type"]
-        facts[kind] = {
-            **_described(child.lines, kind),
-            "start_s": stream["start_s"],
-            "duration_s": stream["duration_s"],
-        }
+        timing = {key: stream[key] for key in ("start_s", "duration_s")}
+        facts[kind] = {**_described(child.lines, kind), **timing}
         if kind == "video":
             facts["frames"] = stream["packets"]
         else:
@@ -294,7 +291,7 @@ def _mp4_arguments(picture: Picture, encoding: Encoding | None, tags: Mapping[st
 
 
 def _metadata(tags: Mapping[str, str] | None) -> list[str]:
-    pairs = (("-metadata", f"{key}={value}") for key, value in (tags or {}).items())
+    pairs = (("-metadata", f"{key}={value}".replace("\0", "")) for key, value in (tags or {}).items())
     return ["-map_metadata", "-1", *itertools.chain.from_iterable(pairs)]  # nothing but ours
 
 
@@ -303,8 +300,7 @@ def _url(path: Path) -> str:
 
 
 def _run_facts(exe: str, argv: list[str], started: float) -> dict:
-    seconds = round(time.monotonic() - started, 3)
-    return {"ffmpeg": ffmpeg_version(exe), "ffmpeg_args": argv[1:], "encode_s": seconds}
+    return {"ffmpeg": ffmpeg_version(exe), "ffmpeg_args": argv[1:], "encode_s": round(time.monotonic() - started, 3)}
 
 
 def _checked_frames(frames: Iterable[np.ndarray], picture: Picture) -> Iterator[memoryview]:
