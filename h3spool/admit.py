@@ -29,13 +29,12 @@ from h3spool.errors import (
     explained,
 )
 from h3spool.job import Job, fsync_path, fsync_tree
-from h3spool.spool import Spool, valid_job
+from h3spool.spool import FSYNC_THREADS, Spool, valid_job
 
 WIRE = 1
 _RUN = re.compile(r"(push-[0-9a-f-]{36}-[0-9]{1,5}-)[0-9a-f]{16}")
-_REQUIRED = (".h3latent", ".h3latent.sha256", ".pipeline.json")
-_OPTIONAL = (".producer.json", ".pipeline.json.unreadable")
-_FSYNC_THREADS = 4
+REQUIRED = (".h3latent", ".h3latent.sha256", ".pipeline.json")
+OPTIONAL = (".producer.json", ".pipeline.json.unreadable")
 
 
 def manifest(job: Job) -> dict:
@@ -47,12 +46,12 @@ def manifest(job: Job) -> dict:
         BadData, NotFound, NotPermitted, IOFailed
     """
     files = []
-    for suffix in (*_REQUIRED, *_OPTIONAL):
+    for suffix in (*REQUIRED, *OPTIONAL):
         path = job.file(suffix)
         if suffix == ".h3latent":
             with explained("reading", path):
                 size, digest = os.lstat(path).st_size, job.expected_digest()
-        elif path.exists() or suffix in _REQUIRED:
+        elif path.exists() or suffix in REQUIRED:
             raw = container.read_bytes(path)
             size, digest = len(raw), hashlib.sha256(raw).hexdigest()
         else:
@@ -140,11 +139,11 @@ def _claimed_digest(entry: dict) -> str:
     name, files = entry.get("job"), entry.get("files")
     if not isinstance(name, str) or not valid_job(name):
         raise BadData(f"{name!r} is not a job's name")
-    allowed = {name + suffix for suffix in (*_REQUIRED, *_OPTIONAL)}
+    allowed = {name + suffix for suffix in (*REQUIRED, *OPTIONAL)}
     if not isinstance(files, list) or not all(isinstance(file, dict) for file in files):
         raise BadData(f"job {name}: the manifest lists no files")
     names = [file.get("name") for file in files]
-    if len(set(names)) != len(names) or not {name + suffix for suffix in _REQUIRED} <= set(names) <= allowed:
+    if len(set(names)) != len(names) or not {name + suffix for suffix in REQUIRED} <= set(names) <= allowed:
         raise BadData(f"job {name}: the manifest names {names}, a job travels as {sorted(allowed)}")
     return next(str(file.get("sha256")) for file in files if file["name"] == f"{name}.h3latent")
 
@@ -163,7 +162,7 @@ def _check_whole(spool: Spool, held: Path, entry: dict) -> None:
             info = os.lstat(path)
             if not stat.S_ISREG(info.st_mode) or info.st_nlink != 1 or info.st_uid != os.geteuid():
                 raise NotPermitted(f"{path}: not a plain file of this user")
-            if info.st_size != file.get("size") or _sha256_of(path) != file.get("sha256"):
+            if info.st_size != file.get("size") or container.hash_file(path) != file.get("sha256"):
                 raise TryLater(f"{path}: arrived damaged or in part")
     except FileNotFoundError:
         raise TryLater(f"{held}: not whole yet") from None
@@ -172,21 +171,13 @@ def _check_whole(spool: Spool, held: Path, entry: dict) -> None:
     job = Job(spool, entry["job"], held)
     account = job.receipt()
     receipt.close(account, "push", receipt.OK, received_by=spool.node)
-    job.write(f"{job.name}.pipeline.json", receipt.dump(account))
-
-
-def _sha256_of(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+    job.write_receipt(account)
 
 
 def _make_durable(spool: Spool, run: Path, jobs: list[Path]) -> None:
     if not jobs:
         return
-    with ThreadPoolExecutor(_FSYNC_THREADS) as pool:
+    with ThreadPoolExecutor(FSYNC_THREADS) as pool:
         list(pool.map(fsync_tree, jobs))
     fsync_path(run)
     fsync_path(spool.root / "tmp")

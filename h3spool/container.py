@@ -7,6 +7,7 @@ BF16 to numpy. numpy is imported only where numbers are looked at.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -43,7 +44,7 @@ class Tensor:
             wide = np.frombuffer(self.data, "<u2").astype("<u4") << 16
             return wide.view("<f4").reshape(self.shape)
         kind = {"F32": "<f4", "F16": "<f2"}[self.dtype]
-        return np.frombuffer(self.data, kind).astype(np.float32, copy=False).reshape(self.shape)
+        return np.frombuffer(self.data, kind).astype(np.float32).reshape(self.shape)
 
 
 def tensor_of(value: object) -> Tensor:
@@ -125,6 +126,19 @@ def read_bytes(path: Path | str, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
             raise BadData(f"{path}: {info.st_size} bytes, no such file is larger than {limit_bytes}")
         with explained("reading", path):
             return file.read()
+
+
+def hash_file(path: Path | str) -> str:
+    """SHA-256 of a file as hex, following no link.
+
+    Raises:
+        OSError: as `open`; the caller knows what it means.
+    """
+    digest = hashlib.sha256()
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:

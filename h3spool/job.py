@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,11 +38,12 @@ def fsync_path(path: Path) -> None:
             os.close(fd)
 
 
-def fsync_tree(path: Path, pool: ThreadPoolExecutor | None = None) -> None:
+def fsync_tree(path: Path) -> None:
     """fsync every file of a job directory, then the directory."""
-    with explained("listing", path):
-        files = [Path(entry.path) for entry in os.scandir(path) if entry.is_file(follow_symlinks=False)]
-    list(pool.map(fsync_path, files) if pool else map(fsync_path, files))
+    with explained("listing", path), os.scandir(path) as entries:
+        files = [Path(entry.path) for entry in entries if entry.is_file(follow_symlinks=False)]
+    for file in files:
+        fsync_path(file)
     fsync_path(path)
 
 
@@ -154,7 +154,11 @@ class Job:
         """Add an event to the receipt, and replace top-level facts (title, latent, producer) where given."""
         account = self.receipt() | facts
         account["events"].append(event)
-        self.write(f"{self.name}.pipeline.json", receipt.dump(account))
+        self.write_receipt(account)
+
+    def write_receipt(self, account: dict, *, durable: bool = False) -> None:
+        """Replace the receipt."""
+        self.write(f"{self.name}.pipeline.json", receipt.dump(account), durable=durable)
 
     def state(self) -> dict:
         """state.json: `attempts`, and the `peer` (uuid) this job is bound to. Unreadable reads as empty."""

@@ -1,0 +1,135 @@
+"""verify, push and admit: check, hand over, receive."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+
+from h3spool.cli.options import (
+    GIB,
+    env_option,
+    jobs_argument,
+    json_option,
+    min_free_option,
+    peer_options,
+    spool_options,
+    watch_options,
+)
+from h3spool.cli.output import Batch, run_passes, stoppable
+from h3spool.errors import H3SpoolError
+
+
+@click.command()
+@jobs_argument
+@watch_options
+@json_option
+@spool_options
+def verify(spool: object, jobs: tuple[str, ...], watch: bool, grace: float, as_json: bool) -> None:
+    """Check what is in incoming/: to verified/, or to failed/ with the reason.
+
+    \b
+    Example: h3spool verify --watch
+    """
+    from h3spool import steps
+    from h3spool.loop import Pass
+
+    if watch:
+        run_passes([Pass("verify", lambda: steps.verify(spool))], once=False, grace_s=grace, as_json=as_json)
+    with stoppable():
+        Batch(as_json).run(steps.verify(spool, jobs))
+
+
+@click.command()
+@jobs_argument
+@env_option("TO", "--to", "to", required=True, help="The peer: [USER@]HOST:SPOOL, or a path on this machine.")
+@peer_options
+@click.option("--dry-run", is_flag=True, help="Print the commands that would run.")
+@min_free_option
+@watch_options
+@json_option
+@spool_options
+def push(
+    spool: object,
+    jobs: tuple[str, ...],
+    to: str,
+    remote_command: str,
+    bwlimit: str | None,
+    dry_run: bool,
+    min_free: float,
+    watch: bool,
+    grace: float,
+    as_json: bool,
+) -> None:
+    """Hand verified jobs over to a decoder's spool; a job is let go only when the peer has it safe.
+
+    \b
+    Example: h3spool push --to decoder@atelier:spool
+    """
+    from h3spool import push as sending
+    from h3spool.loop import Pass
+
+    with peer_link(to, remote_command, bwlimit, min_free) as link:
+        if dry_run:
+            return show_push(spool, link)
+        if watch:
+            run_passes([Pass("push", lambda: sending.push(spool, link))], once=False, grace_s=grace, as_json=as_json)
+        with stoppable():
+            Batch(as_json).run(sending.push(spool, link, jobs))
+
+
+@contextmanager
+def peer_link(to: str, remote_command: str, bwlimit: str | None, min_free: float) -> Iterator[object]:
+    """The way to a peer, closed in the end."""
+    from h3spool import link
+
+    peer = link.Peer.parse(to)
+    if peer.host is None:
+        way = link.LocalLink(peer, min_free_bytes=int(min_free * GIB))
+    else:
+        way = link.SshLink(peer, remote_command=remote_command, bwlimit=bwlimit)
+    try:
+        yield way
+    finally:
+        way.close()
+
+
+def show_push(spool: object, link: object) -> None:
+    """Print the argument lists of a push run."""
+    from h3spool.link import SshLink
+
+    waiting = spool.names("verified")
+    if isinstance(link, SshLink):
+        for argv in (
+            link.remote("admit", "--spool", link.peer.path, "--", "RUN"),
+            link.rsync(waiting or ["JOB"], "RUN"),
+        ):
+            click.echo(shlex.join(argv))
+    else:
+        click.echo(f"copy {' '.join(waiting) or 'JOB'} to {link.peer}/tmp/RUN and admit")
+
+
+@click.command(hidden=True)
+@click.argument("run")
+@click.option("--spool", "root", required=True)
+@min_free_option
+def admit(root: str, run: str, min_free: float) -> None:
+    """Receive a push; started by the sender over SSH."""
+    from h3spool import admit as receiving
+    from h3spool.spool import Spool
+
+    answer = click.get_text_stream("stdout")
+    try:
+        spool = Spool(os.path.expanduser(root))
+    except H3SpoolError as error:
+        line = {"h3spool_wire": receiving.WIRE, "exit": error.exit_code, "error": str(error)}
+        click.echo(json.dumps(line))
+        raise
+    receiving.serve(spool, run, click.get_text_stream("stdin"), answer, min_free_bytes=int(min_free * GIB))
+
+
+COMMANDS = (verify, push, admit)

@@ -1,0 +1,361 @@
+"""How a sampler reaches a decoder's spool: over SSH with rsync, or as a plain path on the same machine.
+
+A link is used for one push run at a time. `start` starts the receiver and the copying of job directories into the run's
+directory in the peer's tmp/, side by side; `greeting` is the receiver's first line; `sent` waits for the copying; `ask`
+names the jobs and returns the receiver's answers. Every child dies with this process (setpriv --pdeathsig), has its
+exit status and stderr read, and gets `--` before names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+from h3spool import admit
+from h3spool.errors import (
+    ERRORS,
+    BadData,
+    H3SpoolError,
+    IOFailed,
+    NotPermitted,
+    NotUsable,
+    TryLater,
+    Unavailable,
+    explained,
+)
+from h3spool.job import Job
+from h3spool.spool import Spool
+
+_HOST = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9._-]*@)?(?:[A-Za-z0-9][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+\])")
+_REMOTE_PATH = re.compile(r"[A-Za-z0-9._~/+@=,][A-Za-z0-9._~/+@=,-]*")
+_REMOTE_COMMAND = re.compile(r"[A-Za-z0-9._~/+@=, -]+")
+_SSH_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=15", "ServerAliveCountMax=3")
+_TRAVELS = (*admit.REQUIRED, *admit.OPTIONAL)
+_CLASS_OF = {error.exit_code: error for error in ERRORS}
+_SSH_WAIT_S = 30
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Where to push: `[USER@]HOST:SPOOL`, or a path on this machine (`host` is None)."""
+
+    host: str | None
+    path: str
+
+    @classmethod
+    def parse(cls, text: str) -> Peer:
+        """Read what stands behind --to.
+
+        Raises:
+            BadData: a host or remote path with characters that a remote shell could take for something else.
+        """
+        head, colon, tail = text.partition(":") if not text.startswith("[") else _split_ipv6(text)
+        if not colon or "/" in head:
+            return cls(None, text)
+        if not _HOST.fullmatch(head):
+            raise BadData(f"{head!r} is not a host name; use [USER@]HOST:SPOOL, or a Host of ~/.ssh/config")
+        if not _REMOTE_PATH.fullmatch(tail):
+            raise BadData(
+                f"{tail!r}: a remote spool's path is made of letters, digits and ._~/+@=,- only; rename it there"
+            )
+        return cls(head, tail)
+
+    def __str__(self) -> str:
+        """As --to takes it."""
+        return self.path if self.host is None else f"{self.host}:{self.path}"
+
+
+def _split_ipv6(text: str) -> tuple[str, str, str]:
+    head, bracket, rest = text.partition("]:")
+    return head + "]", bracket and ":", rest
+
+
+class LocalLink:
+    """A peer spool on this machine: the same hand-over, by copying."""
+
+    def __init__(self, peer: Peer, *, min_free_bytes: int):
+        self.peer, self._min_free_bytes = peer, min_free_bytes
+        self._spool = Spool(peer.path)
+        self._run, self._jobs, self._greeting = Path(), [], {}
+
+    def start(self, run: str, jobs: list[Job]) -> None:
+        """Begin a run with these jobs."""
+        self._greeting = admit.greeting(self._spool) | {"min_free_bytes": self._min_free_bytes}
+        self._run, self._jobs = admit.begin_run(self._spool, run), jobs
+
+    def greeting(self) -> dict:
+        """What the receiver says of its spool."""
+        return self._greeting
+
+    def sent(self) -> None:
+        """Copy the jobs into the run's directory."""
+        for job in self._jobs:
+            held = self._run / job.name
+            with explained("copying to", held):
+                held.mkdir(mode=0o700, parents=True)
+                for suffix in _TRAVELS:
+                    if job.file(suffix).exists():
+                        shutil.copyfile(job.file(suffix), held / job.file(suffix).name)
+
+    def ask(self, manifests: list[dict]) -> list[dict]:
+        """Have the jobs admitted; returns one answer a job."""
+        return admit.admit(self._spool, self._run, manifests, min_free_bytes=self._min_free_bytes)
+
+    def end_run(self) -> None:
+        """Clear away what was not admitted."""
+        self._spool.discard(self._run)
+
+    def close(self) -> None:
+        """Nothing is held between runs."""
+
+
+class SshLink:
+    """A peer spool on another machine, over one multiplexed connection that lives as long as this object.
+
+    Args:
+        peer: with a host.
+        remote_command: how h3spool is called there.
+        bwlimit: rsync's --bwlimit (KiB/s, or with a unit), or None.
+
+    Raises:
+        BadData: `remote_command` has characters that a shell would interpret.
+    """
+
+    def __init__(self, peer: Peer, *, remote_command: str = "h3spool", bwlimit: str | None = None):
+        if not _REMOTE_COMMAND.fullmatch(remote_command):
+            raise BadData(f"--remote-command {remote_command!r}: letters, digits, spaces and ._~/+@=,- only")
+        self.peer, self._remote_command, self._bwlimit = peer, remote_command, bwlimit
+        self._folder = Path(tempfile.mkdtemp(prefix="h3spool-", dir="/tmp"))  # a control path has room for 100 bytes
+        self._master: Child | None = None
+        self._admit: Child | None = None
+        self._rsync: Child | None = None
+
+    # -- the argument lists, also for --dry-run
+
+    def ssh(self, *options: str) -> list[str]:
+        """The ssh command up to, not including, `-- HOST`."""
+        argv = ["ssh", "-o", f"ControlPath={self._folder}/ssh"]
+        for option in (*_SSH_OPTIONS, *options):
+            argv += ["-o", option]
+        return argv
+
+    def remote(self, *words: str) -> list[str]:
+        """Run h3spool over there; `words` are our own and need no quoting."""
+        return [*self.ssh(), "--", self.peer.host, self._remote_command, *words]
+
+    def rsync(self, sources: list[str], run: str) -> list[str]:
+        """Send job directories to the run's directory."""
+        argv = ["rsync", "-rtW", "--chmod=D700,F600", "--timeout=60", "-e", " ".join(self.ssh())]
+        argv += [f"--include=*{suffix}" for suffix in _TRAVELS] + ["--include=*/", "--exclude=*"]
+        if self._bwlimit:
+            argv.append(f"--bwlimit={self._bwlimit}")
+        return [*argv, "--", *sources, f"{self.peer.host}:{self.peer.path}/tmp/{run}/"]
+
+    # -- the connection
+
+    def connect(self) -> None:
+        """Open the shared connection, or do nothing where it is up.
+
+        Raises:
+            Unavailable, NotPermitted, TryLater
+        """
+        if self._master is not None and self._master.process.poll() is None:
+            return
+        socket = self._folder / "ssh"
+        socket.unlink(missing_ok=True)
+        self._master = Child([*self.ssh("ControlMaster=yes", "ControlPersist=no"), "-N", "--", self.peer.host])
+        deadline = time.monotonic() + _SSH_WAIT_S
+        while not socket.exists():
+            if self._master.process.poll() is not None:
+                raise self._ssh_failure(self._master)
+            if time.monotonic() > deadline:
+                self._master.kill()
+                raise TryLater(f"{self.peer.host}: no connection after {_SSH_WAIT_S} s")
+            time.sleep(0.005)
+
+    def start(self, run: str, jobs: list[Job]) -> None:
+        """Start the receiver of a run and, beside it, rsync.
+
+        Raises:
+            Unavailable, NotPermitted, TryLater
+        """
+        self.connect()
+        self._admit = Child(self.remote("admit", "--spool", self.peer.path, "--", run), talk=True)
+        self._rsync = Child(self.rsync([str(job.path) for job in jobs], run))
+
+    def greeting(self) -> dict:
+        """The receiver's first line; what a login shell prints before it is passed over.
+
+        Raises:
+            NotUsable, Unavailable, NotPermitted, TryLater, and what the receiver reports of its spool.
+        """
+        for _ in range(200):
+            line = self._admit.read_line()
+            if not line:
+                break
+            try:
+                facts = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(facts, dict) and "h3spool_wire" in facts:
+                return self._understood(facts)
+        raise self._remote_failure(self._admit)
+
+    def _understood(self, facts: dict) -> dict:
+        if facts["h3spool_wire"] != admit.WIRE:
+            raise NotUsable(
+                f"{self.peer}: speaks wire version {facts['h3spool_wire']}, this h3spool {admit.WIRE}: install the "
+                "same h3spool on both nodes"
+            )
+        if "error" in facts:
+            raise _CLASS_OF.get(facts.get("exit"), IOFailed)(f"{self.peer.host}: {facts['error']}")
+        return facts
+
+    def sent(self) -> None:
+        """Wait for rsync.
+
+        Raises:
+            NotUsable, TryLater, IOFailed: by its exit status; some jobs may have arrived all the same.
+        """
+        if status := self._rsync.wait():
+            raise _rsync_failure(self.peer, status, self._rsync.errors())
+
+    def ask(self, manifests: list[dict]) -> list[dict]:
+        """Give the receiver the jobs of the run; one answer a job, fewer where the connection broke."""
+        lines = "".join(json.dumps(entry) + "\n" for entry in manifests) + "\n"
+        try:
+            self._admit.process.stdin.write(lines.encode())
+            self._admit.process.stdin.flush()
+        except OSError:
+            return []
+        answers = []
+        for _ in manifests:
+            try:
+                answers.append(json.loads(self._admit.read_line()))
+            except ValueError:  # the end, or half a line
+                break
+        return answers
+
+    def end_run(self) -> None:
+        """Let the receiver end; what was not admitted is cleared away when the next run begins."""
+        if self._rsync is not None and self._rsync.process.poll() is None:
+            self._rsync.kill()
+        if self._admit is not None:
+            self._admit.finish()
+        self._admit = self._rsync = None
+
+    def close(self) -> None:
+        """End every child and remove the control socket."""
+        self.end_run()
+        if self._master is not None:
+            self._master.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # -- what went wrong
+
+    def _remote_failure(self, child: Child) -> H3SpoolError:
+        status = child.finish()
+        if status == 255:
+            return self._ssh_failure(child)
+        if status in (126, 127):
+            return Unavailable(
+                f"{self.peer.host}: {self._remote_command} is not to be found there ({child.last_error()}); install "
+                "h3spool, or say where it is with --remote-command"
+            )
+        if status in _CLASS_OF:
+            return _CLASS_OF[status](f"{self.peer.host}: {child.last_error()}")
+        return IOFailed(f"{self.peer.host}: h3spool admit ended with {status}: {child.last_error()}")
+
+    def _ssh_failure(self, child: Child) -> H3SpoolError:
+        child.finish()
+        host, lines = self.peer.host, child.errors()
+        text = " | ".join(lines[-4:]) or f"ssh ended with {child.process.returncode}"
+        if re.search(r"Host key verification failed|IDENTIFICATION HAS CHANGED", " ".join(lines)):
+            return NotPermitted(f"{host}: its host key is not the one known here; check it, then ssh-keygen -R: {text}")
+        if re.search(r"Permission denied|Too many authentication|no matching host key", text):
+            return NotPermitted(f"{host}: {text}; `ssh {host} true` must work without a password")
+        return TryLater(f"{host}: {text}")
+
+
+class Child:
+    """A child process whose stderr is drained, and that dies with us."""
+
+    def __init__(self, argv: list[str], *, talk: bool = False):
+        setpriv = shutil.which("setpriv")
+        pipe = subprocess.PIPE if talk else subprocess.DEVNULL
+        try:
+            self.process = subprocess.Popen(
+                [*([setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []), *argv],
+                stdin=pipe,
+                stdout=pipe,
+                stderr=subprocess.PIPE,
+                env=os.environ | {"LC_ALL": "C"},
+            )
+        except FileNotFoundError:
+            raise Unavailable(f"{argv[0]}: not installed on this node") from None
+        self._lines: deque[str] = deque(maxlen=50)
+        self._drain = threading.Thread(target=self._read_errors, daemon=True)
+        self._drain.start()
+
+    def _read_errors(self) -> None:
+        with self.process.stderr as stream:
+            for line in stream:
+                self._lines.append(line.decode("utf-8", "replace").strip())
+
+    def read_line(self) -> bytes:
+        """One line of the child's stdout, empty at its end."""
+        return self.process.stdout.readline(1 << 20)
+
+    def wait(self) -> int:
+        """Wait for the end; returns the exit status."""
+        status = self.process.wait()
+        self._drain.join(5)
+        return status
+
+    def finish(self, timeout_s: float = 10) -> int:
+        """Close the child's stdin and wait a while, then kill it; returns the exit status."""
+        try:
+            if self.process.stdin:
+                self.process.stdin.close()
+            self.process.wait(timeout_s)
+        except (OSError, subprocess.TimeoutExpired):
+            self.process.kill()
+        if self.process.stdout:
+            self.process.stdout.close()
+        return self.wait()
+
+    def kill(self) -> None:
+        """End the child now."""
+        self.process.kill()
+        self.finish()
+
+    def errors(self) -> list[str]:
+        """The last lines of stderr."""
+        return [line for line in self._lines if line]
+
+    def last_error(self) -> str:
+        """The last line of stderr."""
+        return (self.errors() or ["no message"])[-1]
+
+
+_RSYNC_AGAIN = {10: "socket I/O", 11: "file I/O, disk full there?", 12: "protocol stream, rsync missing there?",
+                14: "IPC", 20: "interrupted", 23: "partial transfer", 24: "vanished files", 30: "timeout",
+                35: "connection timeout", 255: "ssh"}  # fmt: skip
+
+
+def _rsync_failure(peer: Peer, status: int, errors: list[str]) -> H3SpoolError:
+    text = " | ".join(errors[-3:]) or "no message"
+    if "is your shell clean" in " ".join(errors):
+        return NotUsable(f"{peer.host}: its login shell prints on stdout, which breaks rsync; make it quiet: {text}")
+    if status in _RSYNC_AGAIN or status < 0:
+        return TryLater(f"{peer}: rsync ended with {status} ({_RSYNC_AGAIN.get(status, 'killed')}): {text}")
+    return IOFailed(f"{peer}: rsync ended with {status}: {text}")

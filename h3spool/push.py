@@ -1,0 +1,182 @@
+"""The sending end of a push: claim, send, have it admitted, and let go only of what was acknowledged.
+
+A job is bound to the first peer that is told its name: the peer's spool uuid is in state.json, fsynced, before `admit`
+hears of it, and from then on the job goes to that spool only. push counts no attempts; only the peer's 65 fails a job.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from h3spool import admit, receipt
+from h3spool.errors import ERRORS, BadData, H3SpoolError, IOFailed, NotUsable, TryLater
+from h3spool.job import Job
+from h3spool.link import LocalLink, SshLink
+from h3spool.spool import FSYNC_THREADS, Slot, Spool
+from h3spool.steps import Outcome, elsewhere
+
+MAX_JOBS, MAX_BYTES = 32, 512 << 20
+_CLASS_OF = {error.exit_code: error for error in ERRORS}
+
+
+def push(spool: Spool, link: LocalLink | SshLink, names: Iterable[str] = ()) -> Iterator[Outcome]:
+    """Hand verified jobs over to the peer, in runs of at most 32 jobs or 512 MiB.
+
+    Raises:
+        NotUsable: this is a decoder's spool.
+        TryLater, Unavailable, NotPermitted, IOFailed: the peer cannot be reached or used; all jobs were put back.
+    """
+    if spool.role != "sampler":
+        raise NotUsable(f"{spool.root}: is a decoder's spool; push belongs to a sampler's")
+    spool.empty_slots("push")
+    asked = list(names)
+    waiting = asked or spool.names("verified")
+    if not waiting:
+        return
+    slot = spool.take_slot("push")
+    try:
+        while waiting:
+            jobs, waiting, missed = _claim(slot, waiting)
+            yield from (elsewhere(spool, name, "verified") for name in missed if asked)
+            if jobs:
+                yield from _Run(slot, link, jobs).outcomes()
+    finally:
+        slot.release()
+
+
+def _claim(slot: Slot, names: list[str]) -> tuple[list[Job], list[str], list[str]]:
+    """Claim one run's worth: the jobs, the names left for the next run, and the names that were not there."""
+    jobs, missed, size = [], [], 0
+    for index, name in enumerate(names):
+        if jobs and (len(jobs) == MAX_JOBS or size >= MAX_BYTES):
+            return jobs, names[index:], missed
+        job = slot.claim(name)
+        if job is None:
+            missed.append(name)
+            continue
+        jobs.append(job)
+        size += job.latent.stat().st_size if job.latent.exists() else 0
+    return jobs, [], missed
+
+
+class _Run:
+    """One push run: what it holds, and what of it is settled."""
+
+    def __init__(self, slot: Slot, link: LocalLink | SshLink, jobs: list[Job]):
+        self.slot, self.link, self.spool = slot, link, slot.spool
+        self.held = {job.name: job for job in jobs}
+        self.name = f"push-{self.spool.uuid}-{slot.number}-{secrets.token_hex(8)}"
+        self.start = receipt.now()
+
+    def outcomes(self) -> list[Outcome]:
+        """Do the run. Whatever happens, each job is settled or put back."""
+        try:
+            return self._hand_over()
+        finally:
+            self.link.end_run()
+            for job in self.held.values():
+                if job.path.exists():  # a death of the disk between rename and fsync leaves it in done/
+                    self.slot.put_back(job)
+
+    def _hand_over(self) -> list[Outcome]:
+        manifests, outcomes = self._prepare()
+        if not self.held:
+            return outcomes
+        self.link.start(self.name, list(self.held.values()))
+        greeting = self.link.greeting()
+        self._leave_others(greeting["uuid"])
+        self._require_room(greeting)
+        jobs, failure = list(self.held.values()), None
+        with ThreadPoolExecutor(FSYNC_THREADS) as pool:  # while rsync sends
+            list(pool.map(lambda job: _bind(job, greeting["uuid"]), jobs))
+        try:
+            self.link.sent()
+        except H3SpoolError as error:
+            failure = error  # what arrived all the same is asked for
+        answers = self.link.ask([manifests[job.name] for job in jobs]) if jobs else []
+        facts = {"peer_uuid": greeting["uuid"], "peer_node": greeting["node"]}
+        return outcomes + self._settle(jobs, {answer.get("job"): answer for answer in answers}, failure, facts)
+
+    def _prepare(self) -> tuple[dict[str, dict], list[Outcome]]:
+        """Open the push event in each receipt (the receiver closes it), then take the manifests."""
+        manifests, outcomes = {}, []
+        for job in list(self.held.values()):
+            account = job.receipt()
+            receipt.close(account, "push", receipt.PUT_BACK)
+            opened = receipt.event("push", self.spool.node, self.start, receipt.OPEN, peer=str(self.link.peer))
+            account["events"].append(opened)
+            job.write_receipt(account)
+            try:
+                manifests[job.name] = admit.manifest(job)
+            except BadData as error:
+                outcomes.append(self._fail(job, error))
+        return manifests, outcomes
+
+    def _leave_others(self, uuid: str) -> None:
+        """Put back what is bound to another spool; it is not named to this one."""
+        for name, job in list(self.held.items()):
+            if job.state().get("peer", uuid) != uuid:
+                self.slot.put_back(self.held.pop(name))
+
+    def _require_room(self, greeting: dict) -> None:
+        need = sum(job.latent.stat().st_size for job in self.held.values() if job.latent.exists())
+        if greeting["free_bytes"] < need + greeting["min_free_bytes"]:
+            raise TryLater(
+                f"{self.link.peer}: is full, {greeting['free_bytes'] >> 20} MiB free with {greeting['waiting']} jobs "
+                "waiting; jobs stay here until there is room"
+            )
+
+    def _settle(
+        self, jobs: list[Job], answers: dict[str, dict], failure: H3SpoolError | None, facts: dict
+    ) -> list[Outcome]:
+        outcomes, done = [], []
+        for job in jobs:
+            answer = answers.get(job.name)
+            if answer and "state" in answer and answer.get("sha256") == job.expected_digest():
+                done.append(job)
+                outcomes.append(Outcome(job.name, "done"))
+            elif answer and answer.get("exit") == BadData.exit_code:
+                outcomes.append(self._fail(job, BadData(f"{self.link.peer} refused it: {answer['error']}")))
+            elif answer and not failure and (error := _damaged(job)):
+                outcomes.append(self._fail(job, error))
+            else:
+                outcomes.append(Outcome(job.name, "verified", failure or self._why_not(answer)))
+        facts["run_s"], facts["run_jobs"] = receipt.seconds_between(self.start, receipt.now()), len(jobs)
+        for job in done:
+            account = job.receipt()
+            receipt.close(account, "push", receipt.OK, bytes=os.path.getsize(job.latent), **facts)
+            job.write_receipt(account)
+        if done:
+            self.spool.publish_all(done, "done")
+        for job in done:
+            del self.held[job.name]
+        return outcomes
+
+    def _why_not(self, answer: dict | None) -> H3SpoolError:
+        if answer is None:
+            return TryLater(f"{self.link.peer}: the connection broke before it acknowledged")
+        return _CLASS_OF.get(answer.get("exit"), IOFailed)(f"{self.link.peer}: {answer.get('error')}")
+
+    def _fail(self, job: Job, error: BadData) -> Outcome:
+        account = job.receipt()
+        receipt.close(account, "push", receipt.FAILED, error=str(error))
+        job.write_receipt(account)
+        self.spool.publish(self.held.pop(job.name), "failed")
+        return Outcome(job.name, "failed", error)
+
+
+def _bind(job: Job, uuid: str) -> None:
+    if job.state().get("peer") != uuid:
+        job.set_state(durable=True, peer=uuid)
+
+
+def _damaged(job: Job) -> BadData | None:
+    """Whether the copy on this node is the damaged one."""
+    try:
+        job.read_latent()
+    except BadData as error:
+        return error
+    return None

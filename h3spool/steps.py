@@ -1,0 +1,273 @@
+"""The steps of the pipeline on one spool: export, verify, and `work`, the claiming and settling around decode and mux.
+
+A step takes what is ready, one job at a time, and yields an `Outcome` a job. A bad job goes to failed/ with the reason
+in its receipt and the batch goes on; what concerns every job (a missing program, an unusable checkpoint, a busy peer)
+puts the job back and ends the batch. numpy is loaded only where numbers are looked at.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from h3spool import container, latent, receipt
+from h3spool.errors import BadData, H3SpoolError, IOFailed, NotFound, NotPermitted, TryLater, explained
+from h3spool.job import Job, write_file
+from h3spool.spool import CLAIMED_FROM, MAX_ATTEMPTS, Slot, Spool
+
+if TYPE_CHECKING:
+    from h3spool.latent import Latent
+
+MIN_FREE_BYTES = 2 << 30
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a job: the state it is in now, and the error that kept it from going on."""
+
+    job: str
+    state: str
+    error: Exception | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """0, or the error's code."""
+        return getattr(self.error, "exit_code", 1) if self.error else 0
+
+
+# ---------------------------------------------------------------- export
+
+
+def export(
+    video: object,
+    audio: object = None,
+    *,
+    spool: Spool | Path | str,
+    title: str | None = None,
+    allow: Iterable[str] = (),
+    meta: Mapping[str, object] | None = None,
+    producer: Mapping[str, object] | None = None,
+    min_free_bytes: int = MIN_FREE_BYTES,
+) -> str:
+    """Put a finished latent into a spool as a new job. Everything is checked before anything is written.
+
+    Args:
+        video: [1, 24, T, H, W] in the sampler's scale, numpy or torch; or a ComfyUI NestedTensor of both streams.
+        audio: [1, 32, 2, Ta]; None where `video` holds both, or with allow "no-audio".
+        spool: an open spool or its path.
+        title: the user's name for the clip; it never becomes a path in the spool.
+        allow: what is unusual but meant: image, no-audio, silent, black, off-grid.
+        meta: known facts of sampling (seed, steps, sampler, shift_video, shift_audio, lora, prompt, ...).
+        producer: anything else worth keeping (workflows); stored beside the latent.
+
+    Returns:
+        The job's name.
+
+    Raises:
+        BadData: the latent is refused, with the reason.
+        IOFailed, NotFound, NotPermitted, NotUsable
+    """
+    store = spool if isinstance(spool, Spool) else Spool(spool)
+    start = receipt.now()
+    if audio is None:
+        video, audio = _split_nested(video)
+    facts = {"producer": "h3spool", **(meta or {}), "title": title, "allow": ",".join(sorted(set(allow)))}
+    clip = latent.build(video, audio, facts)
+    statistics, warnings = latent.check(clip)
+    pieces = latent.serialize(clip)
+    store.require_space(sum(map(len, pieces)), min_free_bytes)
+
+    name = store.new_job_name()
+    job = Job(store, name, store.tmp_dir("export"))
+    try:
+        digest = write_file(job.latent, pieces)
+        write_file(job.file(".h3latent.sha256"), [container.sidecar_text(digest, job.latent.name)])
+        if producer:
+            job.write(f"{name}.producer.json", receipt.dump(dict(producer)), durable=True)
+        account = receipt.begin(name, title or "", latent_facts(clip, digest, statistics), sampling_facts(clip))
+        account["events"].append(receipt.event("export", store.node, start, warnings=warnings))
+        job.write_receipt(account)
+        store.publish(job, "incoming")
+    except BaseException:
+        store.discard(job.path)
+        raise
+    return name
+
+
+def _split_nested(value: object) -> tuple[object, object]:
+    """Take apart a ComfyUI LATENT or NestedTensor of two streams; anything else is the video alone."""
+    if isinstance(value, Mapping):
+        value = value.get("samples")
+    if getattr(value, "is_nested", False):
+        streams = list(getattr(value, "tensors", None) or value.unbind())
+        if len(streams) != 2:
+            raise BadData(f"a nested latent must hold video and audio, this one holds {len(streams)} tensors")
+        return streams[0], streams[1]
+    return value, None
+
+
+def latent_facts(clip: Latent, digest: str, statistics: dict) -> dict:
+    """What the receipt says of the latent."""
+    size = {"frames": clip.frames, "width": clip.width, "height": clip.height, "frame_rate": latent.FRAME_RATE}
+    return {"sha256": digest, **size, **statistics}
+
+
+def sampling_facts(clip: Latent) -> dict:
+    """What the latent's metadata says of its making."""
+    own = {"format", "version", "frames", "frame_rate", "width", "height", "title", "allow"}
+    return {key: value for key, value in clip.metadata.items() if key not in own}
+
+
+# ---------------------------------------------------------------- verify
+
+
+def verify(spool: Spool, names: Iterable[str] = ()) -> Iterator[Outcome]:
+    """Check jobs in incoming/ and move them to verified/, or to failed/ with the reason.
+
+    Raises:
+        TryLater: another verify is at work.
+    """
+    with spool.lock("verify", wait=False):
+        spool.finish_published()
+        for name in list(names) or spool.names("incoming"):
+            job = spool.job("incoming", name)
+            yield _verify_one(job) if job.path.is_dir() else elsewhere(spool, name, "incoming")
+
+
+def _verify_one(job: Job) -> Outcome:
+    start = receipt.now()
+    try:
+        _check_files(job)
+        clip, digest, statistics, warnings = checked_latent(job)
+        facts = {"latent": latent_facts(clip, digest, statistics), "title": clip.metadata.get("title", "")}
+        job.record(receipt.event("verify", job.spool.node, start, warnings=warnings), **facts)
+        if job.state().get("attempts"):
+            job.set_state(attempts=None)
+        job.spool.promote(job, "verified")
+    except (BadData, NotPermitted) as error:
+        return quarantine(job, "verify", start, error)
+    except H3SpoolError as error:
+        return Outcome(job.name, "incoming", error)
+    return Outcome(job.name, "verified")
+
+
+def checked_latent(job: Job) -> tuple[Latent, str, dict, list[str]]:
+    """The job's latent after all checks, its SHA-256, its statistics and warnings.
+
+    Raises:
+        BadData, NotPermitted, IOFailed
+    """
+    raw, digest = job.read_latent()
+    clip = latent.read(job.latent, raw)
+    try:
+        return clip, digest, *latent.check(clip)
+    except BadData as error:
+        raise BadData(f"{job.latent}: {error}") from None
+
+
+def _check_files(job: Job) -> None:
+    """Refuse links and foreign files: a job holds its own files and nothing else."""
+    with explained("listing", job.path):
+        for entry in os.scandir(job.path):
+            if not entry.is_file(follow_symlinks=False):
+                raise BadData(f"{entry.path}: a link or a directory, a job holds plain files only")
+            if entry.name != "state.json" and not entry.name.startswith(job.name + "."):
+                raise BadData(f"{entry.path}: not a file of this job")
+
+
+def quarantine(job: Job, step: str, start: str, error: Exception, **facts: object) -> Outcome:
+    """Move a job to failed/ with the reason in its receipt, even where the receipt cannot be written."""
+    try:
+        job.record(receipt.event(step, job.spool.node, start, receipt.FAILED, error=str(error), **facts))
+    except (IOFailed, NotPermitted):
+        pass  # the job is worth more than its account
+    job.spool.publish(job, "failed")
+    return Outcome(job.name, "failed", error)
+
+
+def elsewhere(spool: Spool, name: str, wanted: str) -> Outcome:
+    """The outcome for a job that was asked for by name and is not where the step takes jobs from."""
+    found = spool.find(name)
+    if found is None:
+        return Outcome(name, "missing", NotFound(f"{spool.root}: has no job {name}"))
+    place = found[0]
+    order = ["incoming", "verified", "decoded", "done"]
+    if place == "failed":
+        error = BadData(
+            f"job {name} is in failed/; `h3spool status {name}` says why, `h3spool requeue {name}` tries again"
+        )
+        return Outcome(name, place, error)
+    if place in order and order.index(place) > order.index(wanted):
+        return Outcome(name, place)  # done before: exit 0
+    return Outcome(name, place, TryLater(f"job {name} is in {place}, this step takes jobs from {wanted}/"))
+
+
+# ---------------------------------------------------------------- claimed work
+
+
+def work(
+    spool: Spool, step: str, act: Callable[[Job, int], str], names: Iterable[str] = (), *, ready: Callable[[], None]
+) -> Iterator[Outcome]:
+    """Claim jobs one at a time and let `act(job, attempt)` do the step; it returns the state the job goes to.
+
+    Args:
+        ready: called before each claim; raises what would make the work impossible (no space left).
+
+    Raises:
+        Unavailable, NotUsable, NotPermitted, TryLater: they concern every job; the one at hand was put back.
+    """
+    spool.empty_slots(step)
+    asked = list(names)
+    waiting = asked or spool.names(CLAIMED_FROM[step])
+    if not waiting:
+        return
+    slot = spool.take_slot(step)
+    try:
+        for name in waiting:
+            ready()
+            job = slot.claim(name)
+            if job is not None:
+                yield _attempt(slot, job, act)
+            elif asked:
+                yield elsewhere(spool, name, CLAIMED_FROM[step])
+    finally:
+        slot.release()
+
+
+def _attempt(slot: Slot, job: Job, act: Callable[[Job, int], str]) -> Outcome:
+    """One attempt at a claimed job. A death counts, a clean put-back and "try later" do not; five are enough."""
+    start = receipt.now()
+    before = job.state().get("attempts", 0)
+    if before >= MAX_ATTEMPTS:
+        error = BadData(f"{before} attempts at {slot.step} ended in an error or a death; see its events")
+        return quarantine(job, slot.step, start, error)
+    job.set_state(attempts=before + 1)
+    try:
+        state = act(job, before + 1)
+        slot.spool.publish(job, state)
+    except BadData as error:
+        return quarantine(job, slot.step, start, error, attempt=before + 1)
+    except Exception as error:
+        counts = not isinstance(error, H3SpoolError) or isinstance(error, IOFailed)
+        _put_back(slot, job, before + counts, start, error if counts else None)
+        if not counts:
+            raise
+        return Outcome(job.name, CLAIMED_FROM[slot.step], error)
+    except BaseException:  # interrupted: finish nothing, lose nothing
+        _put_back(slot, job, before, start, None)
+        raise
+    return Outcome(job.name, state)
+
+
+def _put_back(slot: Slot, job: Job, attempts: int, start: str, error: Exception | None) -> None:
+    try:
+        job.set_state(attempts=attempts or None)
+        if error is not None:
+            facts = {"attempt": attempts, "error": f"{type(error).__name__}: {error}"}
+            job.record(receipt.event(slot.step, job.spool.node, start, receipt.PUT_BACK, **facts))
+    except (IOFailed, NotPermitted):
+        pass  # a full disk must not keep the job in the slot
+    slot.put_back(job)
