@@ -155,8 +155,10 @@ def _folder(path: Path) -> tuple[list[Path], dict]:
         held = ", ".join(p.name for p in indexes or files) or "no .safetensors file"
         raise NotUsable(f"the folder {path} holds {held}: give the file that is meant, or the folder of one checkpoint")
     if indexes:
-        names = set(_json(indexes[0]).get("weight_map", {}).values())
-        files = sorted(path / Path(name).name for name in names)
+        shards = _json(indexes[0]).get("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+            raise NotUsable(f"{indexes[0]} has no weight_map of file names: fetch it again")
+        files = sorted({path / Path(name).name for name in shards.values()})
         missing = [file.name for file in files if not file.exists()]
         if missing or not files:
             raise NotUsable(
