@@ -14,6 +14,7 @@ import json
 import os
 import re
 import stat
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
@@ -212,3 +213,16 @@ def serve(spool: Spool, run: str, source: IO[str], answer: IO[str], *, min_free_
 def _say(answer: IO[str], line: dict) -> None:
     answer.write(json.dumps(line) + "\n")
     answer.flush()
+
+
+def results(spool: Spool) -> Iterator[dict]:
+    """What `pull` may fetch: each finished job with the size and SHA-256 of its MP4."""
+    for name in spool.names("done"):
+        job = spool.job("done", name)
+        try:
+            made = receipt.last(job.peek(), "mux") or {}
+            size = os.path.getsize(job.file(".mp4"))
+        except OSError:  # requeued while we looked, or a sampler's job
+            continue
+        if made.get("sha256"):
+            yield {"job": name, "sha256": made["sha256"], "size": size}

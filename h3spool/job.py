@@ -12,11 +12,12 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from h3spool import container, receipt
-from h3spool.errors import BadData, NotFound, NotPermitted, explained
+from h3spool.errors import BadData, H3SpoolError, NotFound, NotPermitted, explained
 
 if TYPE_CHECKING:
     from h3spool.spool import Spool
@@ -70,6 +71,20 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview], *, durable: boo
         finally:
             os.close(fd)
     return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a job: the state it is in now, and the error that kept it from going on."""
+
+    job: str
+    state: str
+    error: Exception | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """0, or the error's code."""
+        return getattr(self.error, "exit_code", 1) if self.error else 0
 
 
 class Job:
@@ -149,6 +164,14 @@ class Job:
                 os.rename(path, f"{path}.unreadable")
             return receipt.begin(self.name)
         return found
+
+    def peek(self) -> dict:
+        """The receipt as it can be read without holding the job; an empty one where it cannot be read."""
+        try:
+            found = receipt.parse(container.read_bytes(self.file(".pipeline.json"), 1 << 24), self.name)
+        except H3SpoolError:  # on its way to the next state
+            found = None
+        return found or receipt.begin(self.name)
 
     def record(self, event: dict, **facts: dict | str) -> None:
         """Add an event to the receipt, and replace top-level facts (title, latent, producer) where given."""

@@ -9,18 +9,15 @@ exit status and stderr read, and gets `--` before names.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import tempfile
-import threading
 import time
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
 from h3spool import admit
+from h3spool.child import Child
 from h3spool.errors import (
     ERRORS,
     BadData,
@@ -33,13 +30,14 @@ from h3spool.errors import (
     explained,
 )
 from h3spool.job import Job
-from h3spool.spool import Spool
+from h3spool.spool import Spool, valid_job
 
 _HOST = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9._-]*@)?(?:[A-Za-z0-9][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+\])")
 _REMOTE_PATH = re.compile(r"[A-Za-z0-9._~/+@=,][A-Za-z0-9._~/+@=,-]*")
 _REMOTE_COMMAND = re.compile(r"[A-Za-z0-9._~/+@=, -]+")
 _SSH_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=15", "ServerAliveCountMax=3")
 _TRAVELS = (*admit.REQUIRED, *admit.OPTIONAL)
+_COMES_BACK = (".mp4", ".pipeline.json")
 _CLASS_OF = {error.exit_code: error for error in ERRORS}
 _SSH_WAIT_S = 30
 
@@ -113,6 +111,19 @@ class LocalLink:
     def end_run(self) -> None:
         """Clear away what was not admitted."""
         self._spool.discard(self._run)
+
+    def results(self) -> list[dict]:
+        """What the peer has finished: one {job, sha256, size} a job."""
+        return list(admit.results(self._spool))
+
+    def fetch(self, jobs: list[str], folder: Path) -> None:
+        """Copy finished MP4s and receipts to folder/JOB/."""
+        for name in jobs:
+            job = self._spool.job("done", name)
+            with explained("copying from", job.path):
+                (folder / name).mkdir(mode=0o700)
+                for suffix in _COMES_BACK:
+                    shutil.copyfile(job.file(suffix), folder / name / job.file(suffix).name)
 
     def close(self) -> None:
         """Nothing is held between runs."""
@@ -245,6 +256,41 @@ class SshLink:
                 break
         return answers
 
+    def results(self) -> list[dict]:
+        """What the peer has finished: one {job, sha256, size} a job.
+
+        Raises:
+            NotUsable, Unavailable, NotPermitted, TryLater, and what the peer reports of its spool.
+        """
+        self.connect()
+        child = Child(self.remote("results", "--json", "--spool", self.peer.path), talk=True)
+        lines = []
+        while line := child.read_line():
+            lines.append(line)
+        if child.finish():
+            raise self._remote_failure(child)
+        try:
+            found = [json.loads(line) for line in lines if line.startswith(b"{")]
+        except ValueError:
+            found = [{}]
+        if not all(valid_job(str(entry.get("job"))) for entry in found):
+            raise NotUsable(f"{self.peer}: its answer makes no sense; is the same h3spool installed on both nodes?")
+        return found
+
+    def fetch(self, jobs: list[str], folder: Path) -> None:
+        """Copy finished MP4s and receipts to folder/JOB/.
+
+        Raises:
+            Unavailable, NotUsable, TryLater, IOFailed: by rsync's exit status; some may have arrived all the same.
+        """
+        argv = ["rsync", "-rtW", "--chmod=D700,F600", "--timeout=60", "-e", " ".join(self.ssh())]
+        argv += [f"--include=*{suffix}" for suffix in _COMES_BACK] + ["--include=*/", "--exclude=*"]
+        if self._bwlimit:
+            argv.append(f"--bwlimit={self._bwlimit}")
+        child = Child([*argv, "--", *(f"{self.peer.host}:{self.peer.path}/done/{name}" for name in jobs), f"{folder}/"])
+        if status := child.wait():
+            raise _rsync_failure(self.peer, status, child.errors())
+
     def end_run(self) -> None:
         """Let the receiver end; what was not admitted is cleared away when the next run begins."""
         if self._rsync is not None and self._rsync.process.poll() is None:
@@ -284,67 +330,6 @@ class SshLink:
         if re.search(r"Permission denied|Too many authentication|no matching host key", text):
             return NotPermitted(f"{host}: {text}; `ssh {host} true` must work without a password")
         return TryLater(f"{host}: {text}")
-
-
-class Child:
-    """A child process whose stderr is drained, and that dies with us."""
-
-    def __init__(self, argv: list[str], *, talk: bool = False):
-        setpriv = shutil.which("setpriv")
-        pipe = subprocess.PIPE if talk else subprocess.DEVNULL
-        try:
-            self.process = subprocess.Popen(
-                [*([setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []), *argv],
-                stdin=pipe,
-                stdout=pipe,
-                stderr=subprocess.PIPE,
-                env=os.environ | {"LC_ALL": "C"},
-            )
-        except FileNotFoundError:
-            raise Unavailable(f"{argv[0]}: not installed on this node") from None
-        self._lines: deque[str] = deque(maxlen=50)
-        self._drain = threading.Thread(target=self._read_errors, daemon=True)
-        self._drain.start()
-
-    def _read_errors(self) -> None:
-        with self.process.stderr as stream:
-            for line in stream:
-                self._lines.append(line.decode("utf-8", "replace").strip())
-
-    def read_line(self) -> bytes:
-        """One line of the child's stdout, empty at its end."""
-        return self.process.stdout.readline(1 << 20)
-
-    def wait(self) -> int:
-        """Wait for the end; returns the exit status."""
-        status = self.process.wait()
-        self._drain.join(5)
-        return status
-
-    def finish(self, timeout_s: float = 10) -> int:
-        """Close the child's stdin and wait a while, then kill it; returns the exit status."""
-        try:
-            if self.process.stdin:
-                self.process.stdin.close()
-            self.process.wait(timeout_s)
-        except (OSError, subprocess.TimeoutExpired):
-            self.process.kill()
-        if self.process.stdout:
-            self.process.stdout.close()
-        return self.wait()
-
-    def kill(self) -> None:
-        """End the child now."""
-        self.process.kill()
-        self.finish()
-
-    def errors(self) -> list[str]:
-        """The last lines of stderr."""
-        return [line for line in self._lines if line]
-
-    def last_error(self) -> str:
-        """The last line of stderr."""
-        return (self.errors() or ["no message"])[-1]
 
 
 _RSYNC_AGAIN = {10: "socket I/O", 11: "file I/O, disk full there?", 12: "protocol stream, rsync missing there?",

@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 from h3spool import admit, receipt
 from h3spool.errors import ERRORS, BadData, H3SpoolError, IOFailed, NotUsable, TryLater
-from h3spool.job import Job
+from h3spool.job import Job, Outcome
 from h3spool.link import LocalLink, SshLink
 from h3spool.spool import FSYNC_THREADS, Slot, Spool
-from h3spool.steps import Outcome, elsewhere
+from h3spool.steps import elsewhere
 
 MAX_JOBS, MAX_BYTES = 32, 512 << 20
 _CLASS_OF = {error.exit_code: error for error in ERRORS}

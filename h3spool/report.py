@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from pathlib import Path
 
 from h3spool import container, receipt
+from h3spool.adopt import loose_files
 from h3spool.errors import H3SpoolError, NotFound
 from h3spool.job import Job
 from h3spool.spool import Spool
@@ -18,12 +18,10 @@ def overview(spool: Spool) -> dict:
     counts = {
         state: len(spool.names(state)) for state in ("incoming", "verified", "decoded", "done", "failed", "results")
     }
-    with os.scandir(spool.root / "incoming") as entries:
-        loose = sorted(e.name for e in entries if not e.name.startswith(".") and not e.is_dir(follow_symlinks=False))
     facts = {"spool": str(spool.root), "node": spool.node, "role": spool.role, "uuid": spool.uuid}
     return facts | {
         "jobs": counts,
-        "loose": loose,
+        "loose": loose_files(spool),
         "workers": [_worker(spool, slot) for slot in spool.slots()],
         "free_bytes": spool.free_bytes(),
     }
@@ -31,21 +29,7 @@ def overview(spool: Spool) -> dict:
 
 def _worker(spool: Spool, slot: str) -> dict:
     """A slot: is somebody alive in it, and what does it hold."""
-    return {"slot": slot, "alive": _held(spool.root / "locks" / slot), "jobs": spool.names(f"active/{slot}")}
-
-
-def _held(lock: Path) -> bool:
-    try:
-        fd = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
+    return {"slot": slot, "alive": not spool.slot_is_free(slot), "jobs": spool.names(f"active/{slot}")}
 
 
 def rows(spool: Spool, *, failed: bool = False) -> list[dict]:
@@ -58,7 +42,7 @@ def rows(spool: Spool, *, failed: bool = False) -> list[dict]:
 
 
 def _row(job: Job, place: str) -> dict:
-    account = _receipt(job)
+    account = job.peek()
     events = account["events"]
     row = {"job": job.name, "state": place, "title": account.get("title", "")}
     if events:
@@ -66,15 +50,6 @@ def _row(job: Job, place: str) -> dict:
         if events[-1].get("error"):
             row["error"] = events[-1]["error"]
     return row
-
-
-def _receipt(job: Job) -> dict:
-    """The receipt as it can be read without holding the job."""
-    try:
-        raw = container.read_bytes(job.file(".pipeline.json"), 1 << 24)
-    except H3SpoolError:  # it may be on its way to the next state
-        return receipt.begin(job.name)
-    return receipt.parse(raw, job.name) or receipt.begin(job.name)
 
 
 def story(spool: Spool, key: str) -> list[dict]:
@@ -88,7 +63,7 @@ def story(spool: Spool, key: str) -> list[dict]:
         stories = [_story(*found)]
     else:
         jobs = [(place, spool.job(place, name)) for place in spool.places() for name in spool.names(place)]
-        stories = [_story(place, job) for place, job in jobs if _receipt(job).get("title") == key]
+        stories = [_story(place, job) for place, job in jobs if job.peek().get("title") == key]
     result = spool.root / "results" / key
     if not stories and result.is_dir():
         stories = [_story("results", Job(spool, key, result))]
@@ -99,7 +74,7 @@ def story(spool: Spool, key: str) -> list[dict]:
 
 def _story(place: str, job: Job) -> dict:
     files = sorted(os.listdir(job.path)) if job.path.is_dir() else []
-    return {"job": job.name, "state": place, "path": str(job.path), "files": files, "receipt": _receipt(job)}
+    return {"job": job.name, "state": place, "path": str(job.path), "files": files, "receipt": job.peek()}
 
 
 def timeline(receipts: list[dict]) -> list[dict]:

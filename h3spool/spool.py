@@ -44,7 +44,7 @@ STATES = ("incoming", "verified", "decoded", "done", "failed")
 CLAIMED_FROM = {"push": "verified", "decode": "verified", "mux": "decoded"}
 MAX_ATTEMPTS = 5
 FSYNC_THREADS = 4
-_DIRECTORIES = ("tmp", *STATES, "active", "results", "seen", "locks")
+DIRECTORIES = ("tmp", *STATES, "active", "results", "seen", "locks")
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,31}")
 _NETWORK_FS = re.compile(r"nfs|cifs|smb|fuse|9p|afs|ceph|glusterfs|lustre")
@@ -85,8 +85,8 @@ class Slot:
 class Spool:
     """An open spool. `create` makes one, the constructor opens one."""
 
-    def __init__(self, root: Path | str, *, allow_network_fs: bool = False):
-        """Open a spool.
+    def __init__(self, root: Path | str, *, allow_network_fs: bool = False, broken: bool = False):
+        """Open a spool; `broken` opens one whose directories are missing or unsafe, for fsck.
 
         Raises:
             NotFound: there is none.
@@ -103,9 +103,8 @@ class Spool:
         if not isinstance(facts, dict) or facts.get("h3spool") != VERSION or facts.get("role") not in ROLES:
             raise NotUsable(f"{self.root}/spool.json: spool format {facts!r:.80}, this h3spool knows {VERSION}")
         self.uuid, self.node, self.role = facts["uuid"], facts["node"], facts["role"]
-        _refuse_unsafe(self.root)
-        for name in _DIRECTORIES:
-            _refuse_unsafe(self.root / name)
+        for path in () if broken else (self.root, *(self.root / name for name in DIRECTORIES)):
+            refuse_unsafe(path)
         if not allow_network_fs:
             _refuse_network_fs(self.root)
 
@@ -125,9 +124,9 @@ class Spool:
             facts = {"h3spool": VERSION, "uuid": str(uuid.uuid4()), "node": node, "role": role}
             with explained("creating a spool", root):
                 root.mkdir(mode=0o700, parents=True, exist_ok=True)
-                if strange := sorted(set(os.listdir(root)) - {*_DIRECTORIES}):
+                if strange := sorted(set(os.listdir(root)) - {*DIRECTORIES}):
                     raise NotPermitted(f"{root}: holds {strange[0]} already; give a new or an empty directory")
-                for name in _DIRECTORIES:
+                for name in DIRECTORIES:
                     (root / name).mkdir(mode=0o700, exist_ok=True)
             fresh = root / "tmp" / f"spool-{secrets.token_hex(8)}"
             write_file(fresh, [json.dumps(facts).encode() + b"\n"])
@@ -260,6 +259,17 @@ class Spool:
         self.empty_slots(step)
         return next(slot for number in range(1 << 16) if (slot := self._try_slot(step, number)))
 
+    def slot_is_free(self, slot: str) -> bool:
+        """Whether no living worker holds slot STEP-N."""
+        fd = self._lock_fd(slot)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(fd)
+        return True
+
     def empty_slots(self, step: str) -> None:
         """Return the jobs of dead workers of a step to where it claims from."""
         for name in self.slots():
@@ -391,7 +401,12 @@ class Spool:
 # ---------------------------------------------------------------- refusals
 
 
-def _refuse_unsafe(path: Path) -> None:
+def refuse_unsafe(path: Path) -> None:
+    """Refuse a directory that is missing, a link, another user's, or writable by others.
+
+    Raises:
+        NotUsable, NotPermitted, IOFailed
+    """
     try:
         info = os.lstat(path)
     except FileNotFoundError:

@@ -9,33 +9,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from h3spool import container, latent, receipt
+from h3spool.adopt import SETTLE_S, adopt
 from h3spool.errors import BadData, H3SpoolError, IOFailed, NotFound, NotPermitted, TryLater, explained
-from h3spool.job import Job, write_file
+from h3spool.job import Job, Outcome, write_file
 from h3spool.spool import CLAIMED_FROM, MAX_ATTEMPTS, Slot, Spool
 
 if TYPE_CHECKING:
     from h3spool.latent import Latent
 
 MIN_FREE_BYTES = 2 << 30
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a job: the state it is in now, and the error that kept it from going on."""
-
-    job: str
-    state: str
-    error: Exception | None = None
-
-    @property
-    def exit_code(self) -> int:
-        """0, or the error's code."""
-        return getattr(self.error, "exit_code", 1) if self.error else 0
 
 
 # ---------------------------------------------------------------- export
@@ -124,14 +110,19 @@ def sampling_facts(clip: Latent) -> dict:
 # ---------------------------------------------------------------- verify
 
 
-def verify(spool: Spool, names: Iterable[str] = ()) -> Iterator[Outcome]:
-    """Check jobs in incoming/ and move them to verified/, or to failed/ with the reason.
+def verify(spool: Spool, names: Iterable[str] = (), *, settle_s: float = SETTLE_S) -> Iterator[Outcome]:
+    """Check jobs in incoming/ and move them to verified/, or to failed/ with the reason; adopt loose pairs first.
+
+    Args:
+        names: only these jobs; empty: all.
+        settle_s: how long a loose pair that does not agree must have been left unchanged before it is given up.
 
     Raises:
         TryLater: another verify is at work.
     """
     with spool.lock("verify", wait=False):
         spool.finish_published()
+        yield from (outcome for outcome in adopt(spool, settle_s=settle_s) if outcome.error)
         for name in list(names) or spool.names("incoming"):
             job = spool.job("incoming", name)
             yield _verify_one(job) if job.path.is_dir() else elsewhere(spool, name, "incoming")

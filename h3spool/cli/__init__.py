@@ -12,7 +12,7 @@ import traceback
 import click
 
 from h3spool import __version__
-from h3spool.cli import decoding, feed, handover, look
+from h3spool.cli import decoding, feed, handover, look, upkeep
 from h3spool.cli.output import note
 from h3spool.errors import H3SpoolError, Interrupted
 
@@ -49,6 +49,6 @@ def commands() -> None:
     """Sample MiniMax H3 clips on one machine, decode them on another, lose nothing in between."""
 
 
-for _module in (feed, handover, decoding, look):
+for _module in (feed, handover, decoding, look, upkeep):
     for _command in _module.COMMANDS:
         commands.add_command(_command)

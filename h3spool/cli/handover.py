@@ -1,4 +1,4 @@
-"""verify, push and admit: check, hand over, receive."""
+"""verify, push and pull: check, hand over, fetch; admit and results are their other ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from h3spool.cli.options import (
     spool_options,
     watch_options,
 )
-from h3spool.cli.output import Batch, run_passes, stoppable
+from h3spool.cli.output import Batch, out, run_passes, stoppable
 from h3spool.errors import H3SpoolError
 
 
@@ -132,4 +132,42 @@ def admit(root: str, run: str, min_free: float) -> None:
     receiving.serve(spool, run, click.get_text_stream("stdin"), answer, min_free_bytes=int(min_free * GIB))
 
 
-COMMANDS = (verify, push, admit)
+@click.command(hidden=True)
+@json_option
+@spool_options
+def results(spool: object, as_json: bool) -> None:
+    """List finished jobs with hash and size of their MP4; called by pull over SSH."""
+    from h3spool import admit as receiving
+
+    for entry in receiving.results(spool):
+        out(entry, as_json, "job", "sha256", "size")
+
+
+@click.command()
+@jobs_argument
+@click.option("--from", "source", required=True, help="The peer: [USER@]HOST:SPOOL, or a path on this machine.")
+@peer_options
+@min_free_option
+@json_option
+@spool_options
+def pull(
+    spool: object,
+    jobs: tuple[str, ...],
+    source: str,
+    remote_command: str,
+    bwlimit: str | None,
+    min_free: float,
+    as_json: bool,
+) -> None:
+    """Fetch finished MP4s and their receipts into results/.
+
+    \b
+    Example: h3spool pull --from decoder@atelier:spool
+    """
+    from h3spool import pull as fetching
+
+    with peer_link(source, remote_command, bwlimit, min_free) as link, stoppable():
+        Batch(as_json).run(fetching.pull(spool, link, jobs, min_free_bytes=int(min_free * GIB)))
+
+
+COMMANDS = (verify, push, admit, results, pull)

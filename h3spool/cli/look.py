@@ -1,8 +1,9 @@
-"""status and the other commands that look."""
+"""status and report."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import click
 
@@ -37,4 +38,24 @@ def status(spool: object, job: str | None, failed: bool, as_json: bool) -> None:
         show.overview(report.overview(spool), report.rows(spool))
 
 
-COMMANDS = (status,)
+@click.command()
+@click.argument("paths", nargs=-1, type=click.Path(exists=True, path_type=Path))
+@json_option
+def report(paths: tuple[Path, ...], as_json: bool) -> None:
+    """Join receipts of both nodes into one timeline; PATHS are spools, result folders or receipts.
+
+    \b
+    Example: h3spool report ~/spool ~/Videos/receipts
+    """
+    from h3spool import report as reporting
+    from h3spool.cli import show
+
+    events = reporting.timeline(reporting.read_receipts(list(paths)))
+    if as_json:
+        for event in events:
+            click.echo(json.dumps(event, ensure_ascii=False))
+    else:
+        show.timeline(events)
+
+
+COMMANDS = (status, report)

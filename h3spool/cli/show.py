@@ -74,6 +74,19 @@ def events(account: dict) -> None:
     console.print(table)
 
 
+def timeline(found: list[dict]) -> None:
+    """Events of many jobs, in order of time."""
+    from rich.markup import escape
+
+    table = _table("at", "job", "step", "node", "s", "outcome", "title")
+    for event in found:
+        took = receipt.seconds_between(event["start"], event["end"]) if "end" in event else ""
+        at = event["start"][:19].replace("T", " ")
+        cells = (at, event["job"], event["step"], event["node"], took, event["outcome"], event["title"])
+        table.add_row(*(escape(str(cell)) for cell in cells))
+    _console().print(table)
+
+
 def _facts(event: dict) -> str:
     """The facts of an event worth a person's glance."""
     lines = [str(event[key]) for key in ("error",) if key in event]
