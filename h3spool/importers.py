@@ -295,69 +295,73 @@ _INPUTS = {
     "shift_audio": ("shift_audio",),
     "prompt": ("prompt", "text"),
 }
-_PRIMITIVES = ("value", "int", "float", "string", "text", "seed")
+_PRIMITIVES = ("value", "int", "float", "string", "text", "seed", "on_true", "on_false")
 
 
 def sampling_facts(graph: dict[str, object], node_id: str | None = None) -> dict[str, str]:
     """Read seed, steps, sampler, shifts, LoRA names and prompt from a ComfyUI graph in API format.
 
     The graph is walked upstream from `node_id` (None: from every node that nothing is connected to); what is nearest
-    wins, and what feeds an input named `negative` is not looked at. A value that is itself connected is followed to the
-    primitive node that holds it.
+    wins. Not looked at is what feeds an input named `negative`, and the side of a switch that is off. A value that is
+    itself connected is followed to the primitive node that holds it.
     """
+    nodes = _nodes(graph)
     facts: dict[str, object] = {}
     loras: list[str] = []
-    for node in _upstream(graph, node_id):
-        inputs = node["inputs"]
+    for inputs in _upstream(nodes, node_id):
         for fact, names in _INPUTS.items():
-            value = next((_scalar(graph, inputs[name]) for name in names if name in inputs), None)
+            value = next((_scalar(nodes, inputs[name]) for name in names if name in inputs), None)
             if value not in (None, "") and not (fact == "prompt" and not isinstance(value, str)):
                 facts.setdefault(fact, value)
-        loras += [lora for lora in _loras(graph, inputs) if lora not in loras]
+        loras += [lora for lora in _loras(nodes, inputs) if lora not in loras]
     return _short(facts | {"lora": ", ".join(loras)})
 
 
-def _upstream(graph: dict[str, object], node_id: str | None) -> Iterator[dict[str, dict[str, object]]]:
-    nodes = {
-        str(key): node for key, node in graph.items() if isinstance(node, dict) and isinstance(node.get("inputs"), dict)
-    }
-    links = {
-        key: [str(value[0]) for name, value in node["inputs"].items() if _linked(value) and name != "negative"]
-        for key, node in nodes.items()
-    }
+def _nodes(graph: dict[str, object]) -> dict[str, dict[str, object]]:
+    """The inputs of each node that count."""
+    found = {str(key): node.get("inputs") for key, node in graph.items() if isinstance(node, dict)}
+    nodes = {key: dict(inputs) for key, inputs in found.items() if isinstance(inputs, dict)}
+    for inputs in nodes.values():
+        inputs.pop("negative", None)
+    for inputs in nodes.values():  # ComfySwitchNode, in the official templates before LoRA and steps
+        if "switch" in inputs:
+            inputs.pop("on_false" if _scalar(nodes, inputs["switch"]) else "on_true", None)
+    return nodes
+
+
+def _upstream(nodes: dict[str, dict[str, object]], node_id: str | None) -> Iterator[dict[str, object]]:
+    """The inputs of every node that has a part in the result of `node_id`, the nearest first."""
+    links = {key: [str(value[0]) for value in inputs.values() if _linked(value)] for key, inputs in nodes.items()}
     ends = nodes.keys() - {source for sources in links.values() for source in sources}
     queue = deque([node_id] if node_id in nodes else sorted(ends))
     seen = set(queue)
     while queue:
         key = queue.popleft()
         yield nodes[key]
-        fresh = [source for source in links[key] if source in nodes and source not in seen]
+        fresh = [source for source in dict.fromkeys(links[key]) if source in nodes and source not in seen]
         seen.update(fresh)
-        queue.extend(dict.fromkeys(fresh))
+        queue.extend(fresh)
 
 
 def _linked(value: object) -> bool:
     return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str | int)
 
 
-def _scalar(graph: dict[str, object], value: object) -> str | int | float | None:
+def _scalar(nodes: dict[str, dict[str, object]], value: object) -> str | int | float | None:
     """A plain value, or the one that the connected primitive node holds."""
     for _ in range(8):  # reroutes and switches in between
         if not _linked(value):
             break
-        node = graph.get(str(value[0]))
-        inputs = node.get("inputs") if isinstance(node, dict) else None
-        if not isinstance(inputs, dict):
-            return None
+        inputs = nodes.get(str(value[0]), {})
         value = next((inputs[name] for name in _PRIMITIVES if name in inputs), None)
     return value if isinstance(value, str | int | float) else None
 
 
-def _loras(graph: dict[str, object], inputs: dict[str, object]) -> Iterator[str]:
+def _loras(nodes: dict[str, dict[str, object]], inputs: dict[str, object]) -> Iterator[str]:
     """LoRA names with their strengths: of loader nodes, and of stackers that keep a table for each."""
-    name = _scalar(graph, inputs.get("lora_name"))
+    name = _scalar(nodes, inputs.get("lora_name"))
     if name:
-        strength = _scalar(graph, inputs.get("strength_model", inputs.get("strength")))
+        strength = _scalar(nodes, inputs.get("strength_model", inputs.get("strength")))
         yield f"{name}:{strength}" if strength is not None else str(name)
     for entry in inputs.values():
         if isinstance(entry, dict) and isinstance(entry.get("lora"), str) and entry.get("on", True):

@@ -209,6 +209,28 @@ def test_a_graph_tells_how_its_result_was_sampled():
     }
 
 
+@pytest.mark.parametrize(("on", "steps", "lora"), [(True, "8", "turbo.st:0.8"), (False, "20", None)])
+def test_the_side_of_a_switch_that_is_off_is_not_told(on, steps, lora):
+    graph = GRAPH | {
+        "3": {"class_type": "MiniMaxH3SigmaShift", "inputs": {"model": ["20", 0]}},
+        "9": {"class_type": "BasicScheduler", "inputs": {"model": ["3", 0], "steps": ["21", 0]}},
+        "20": {
+            "class_type": "ComfySwitchNode",
+            "inputs": {"on_false": ["1", 0], "on_true": ["2", 0], "switch": ["22", 0]},
+        },
+        "21": {
+            "class_type": "ComfySwitchNode",
+            "inputs": {"on_false": ["24", 0], "on_true": ["23", 0], "switch": ["22", 0]},
+        },
+        "22": {"class_type": "PrimitiveBoolean", "inputs": {"value": on}},
+        "23": {"class_type": "PrimitiveInt", "inputs": {"value": 8}},
+        "24": {"class_type": "PrimitiveInt", "inputs": {"value": 20}},
+    }
+    facts = importers.sampling_facts(graph, "11")
+    assert facts["steps"] == steps
+    assert facts.get("lora") == lora
+
+
 def test_a_graph_in_a_foreign_file_is_read(tmp_path):
     tensors = {"latent_tensor": VIDEO, "latent_format_version_0": container.tensor_of(np.zeros(0, np.float32))}
     graph = {key: node for key, node in GRAPH.items() if key != "12"}
