@@ -118,14 +118,16 @@ def read_bytes(path: Path | str, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
         raise NotFound(f"{path}: no such file") from None
     except OSError as error:
         raise from_os_error(error, "opening", path) from error
-    with open(fd, "rb") as file:
+    try:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
             raise BadData(f"{path}: not a regular file")
         if info.st_size > limit_bytes:
             raise BadData(f"{path}: {info.st_size} bytes, no such file is larger than {limit_bytes}")
-        with explained("reading", path):
+        with explained("reading", path), open(fd, "rb", closefd=False) as file:
             return file.read()
+    finally:
+        os.close(fd)
 
 
 def hash_file(path: Path | str) -> str:
@@ -135,7 +137,7 @@ def hash_file(path: Path | str) -> str:
         OSError: as `open`; the caller knows what it means.
     """
     digest = hashlib.sha256()
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
@@ -205,7 +207,7 @@ def _span(name: str, entry: object) -> tuple[int, int]:
     numbers = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else [None]
     if not all(type(number) is int and 0 <= number <= 1 << 48 for number in numbers) or len(offsets) != 2:
         raise BadData(f"its header lies: tensor {name!r} has shape {shape} at bytes {offsets}")
-    if dtype not in _ANY_ITEM_BYTES:
+    if not isinstance(dtype, str) or dtype not in _ANY_ITEM_BYTES:
         raise BadData(f"tensor {name!r} has the unknown dtype {dtype!r}")
     need = prod(shape) * _ANY_ITEM_BYTES[dtype]
     if offsets[1] - offsets[0] != need:
