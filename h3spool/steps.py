@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from h3spool import container, latent, receipt
-from h3spool.adopt import SETTLE_S, adopt
+from h3spool.adopt import SETTLE_S, adopt, job_name
 from h3spool.errors import BadData, H3SpoolError, IOFailed, NotFound, NotPermitted, TryLater, explained
-from h3spool.job import Job, Outcome, write_file
+from h3spool.job import Job, Outcome, fsync_path, fsync_tree, write_file
 from h3spool.spool import CLAIMED_FROM, MAX_ATTEMPTS, Slot, Spool
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def export(
     allow: Iterable[str] = (),
     meta: Mapping[str, object] | None = None,
     producer: Mapping[str, object] | None = None,
+    source: tuple[str, str] | None = None,
     min_free_bytes: int = MIN_FREE_BYTES,
 ) -> str:
     """Put a finished latent into a spool as a new job. Everything is checked before anything is written.
@@ -48,6 +49,7 @@ def export(
         allow: what is unusual but meant: image, no-audio, silent, black, off-grid.
         meta: known facts of sampling (seed, steps, sampler, shift_video, shift_audio, lora, prompt, ...).
         producer: anything else worth keeping (workflows); stored beside the latent.
+        source: stem and SHA-256 of a file this comes from, which becomes one job however often it is met.
 
     Returns:
         The job's name.
@@ -66,21 +68,36 @@ def export(
     pieces = latent.serialize(clip)
     store.require_space(sum(map(len, pieces)), min_free_bytes)
 
-    name = store.new_job_name()
-    job = Job(store, name, store.tmp_dir("export"))
+    name = store.new_job_name() if source is None else job_name(*source)
+    folder = store.tmp_dir("export")
+    job = Job(store, name, folder / name)
     try:
+        with explained("creating", job.path):
+            job.path.mkdir(mode=0o700)
         digest = write_file(job.latent, pieces)
         write_file(job.file(".h3latent.sha256"), [container.sidecar_text(digest, job.latent.name)])
         if producer:
-            job.write(f"{name}.producer.json", receipt.dump(dict(producer)), durable=True)
+            job.write(f"{name}.producer.json", receipt.dump(dict(producer)))
         account = receipt.begin(name, title or "", latent_facts(clip, digest, statistics), sampling_facts(clip))
         account["events"].append(receipt.event("export", store.node, start, warnings=warnings))
         job.write_receipt(account)
-        store.publish(job, "incoming")
-    except BaseException:
-        store.discard(job.path)
-        raise
+        if source is None:
+            store.publish(job, "incoming")
+        else:
+            _publish_source(job, source[1])
+    finally:
+        store.discard(folder)
     return name
+
+
+def _publish_source(job: Job, digest: str) -> None:
+    """Publish under a name that can come again; the source's hash is what it is known by."""
+    fsync_tree(job.path)
+    fsync_path(job.path.parent)
+    fsync_path(job.path.parent.parent)
+    result = job.spool.publish_once({job.name: (job.path, digest)})[job.name]
+    if isinstance(result, H3SpoolError):
+        raise result
 
 
 def _split_nested(value: object) -> tuple[object, object]:

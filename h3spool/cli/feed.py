@@ -7,8 +7,7 @@ from pathlib import Path
 import click
 
 from h3spool.cli.options import GIB, json_option, min_free_option, spool_options
-from h3spool.cli.output import Batch, note
-from h3spool.errors import BadData, H3SpoolError
+from h3spool.cli.output import Batch, note, run_passes
 
 
 @click.command()
@@ -38,7 +37,8 @@ def init(root: str, role: str, node: str | None, allow_network_fs: bool) -> None
 @click.argument("files", nargs=-1, type=click.Path(path_type=Path))
 @click.option("--video", type=click.Path(path_type=Path), help="The video half of a pair of ComfyUI .latent files.")
 @click.option("--audio", type=click.Path(path_type=Path), help="The audio half of the pair.")
-@click.option("--name", help="Title of the clip; any characters.")
+@click.option("--watch", type=click.Path(path_type=Path), help="Export what appears in this folder, until stopped.")
+@click.option("--name", help="Title of the clip; any characters. Default: the file's own title or name.")
 @click.option("--meta", multiple=True, metavar="KEY=VALUE", help="A fact of sampling: seed, steps, lora, prompt, ...")
 @click.option("--allow", default="", help="Unusual but meant: image,no-audio,silent,black,off-grid.")
 @click.option("--allow-pickle", is_flag=True, help="Read torch pickles too (weights only, nothing is executed).")
@@ -50,6 +50,7 @@ def export(
     files: tuple[Path, ...],
     video: Path | None,
     audio: Path | None,
+    watch: Path | None,
     name: str | None,
     meta: tuple[str, ...],
     allow: str,
@@ -62,38 +63,24 @@ def export(
     \b
     Example: h3spool export clip.safetensors --name "Cat on a roof" --meta seed=7
              h3spool export --video v.latent --audio a.latent
+             h3spool export --watch ComfyUI/output/latents
     """
-    from h3spool import importers, latent, steps
+    from h3spool import latent
+    from h3spool.loop import Pass
+    from h3spool.watch import Settings, Watcher, export_files
 
     if any("=" not in pair for pair in meta):
         raise click.UsageError("--meta takes KEY=VALUE")
-    pairs = [(video, audio)] if video else []
-    if (audio and not video) or not (files or pairs):
-        raise click.UsageError("give latent files, or --video FILE with --audio FILE")
-    words = latent.parse_allow(allow)
-
-    def one(main_file: Path, second: Path | None) -> steps.Outcome:
-        try:
-            found = importers.load([main_file, *([second] if second else [])], allow_pickle=allow_pickle)
-            facts = {**found.facts, **dict(pair.split("=", 1) for pair in meta)}
-            title = name or facts.pop("title", None)
-            job = steps.export(
-                found.video,
-                found.audio,
-                spool=spool,
-                title=title,
-                allow=words | latent.parse_allow(str(facts.pop("allow", ""))),
-                meta=facts,
-                producer=found.producer,
-                min_free_bytes=int(min_free * GIB),
-            )
-        except BadData as error:
-            return steps.Outcome(str(main_file), "refused", BadData(f"{main_file}: {error}"))
-        except H3SpoolError as error:
-            return steps.Outcome(str(main_file), "refused", error)
-        return steps.Outcome(job, "incoming")
-
-    Batch(as_json).run(one(*pair) for pair in [*pairs, *((file, None) for file in files)])
+    if (audio and not video) or not (files or video or watch):
+        raise click.UsageError("give latent files, --video FILE with --audio FILE, or --watch FOLDER")
+    facts = dict(pair.split("=", 1) for pair in meta)
+    settings = Settings(name, latent.parse_allow(allow), facts, int(min_free * GIB))
+    if watch:
+        passes = [Pass("export", Watcher(spool, watch, settings).scan)]
+        run_passes(passes, once=False, grace_s=60, as_json=as_json)
+    pairs = [[video, *([audio] if audio else [])]] if video else []
+    every = [*pairs, *([file] for file in files)]
+    Batch(as_json).run(export_files(spool, paths, settings, allow_pickle=allow_pickle) for paths in every)
 
 
 COMMANDS = (init, export)

@@ -39,7 +39,8 @@ class Batch:
         facts = {"job": outcome.job, "state": outcome.state}
         if outcome.error is not None:
             facts |= {"exit": outcome.exit_code, "error": str(outcome.error)}
-            note(f"h3spool: {outcome.job}: {outcome.error}")
+            text = str(outcome.error)
+            note(f"h3spool: {text if text.startswith(outcome.job) else f'{outcome.job}: {text}'}")
             if outcome.exit_code == 1:
                 note("".join(traceback.format_exception(outcome.error)))
         out(facts, self._as_json, "job", "state")
