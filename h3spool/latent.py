@@ -98,11 +98,12 @@ def build(video: object, audio: object | None, facts: dict[str, object]) -> Late
     Args:
         video: [1, 24, T, H, W], numpy, torch or `Tensor`.
         audio: [1, 32, 2, Ta] or None.
-        facts: further metadata (title, producer, seed, allow, ...); None and empty values are left out.
+        facts: further metadata (title, producer, seed, allow, ...); None and empty values are left out, and what the
+            tensors dictate (frames, width, ...) is not replaced.
     """
     latent = Latent(tensor_of(video), None if audio is None else tensor_of(audio), {})
     _check_shapes(latent)
-    metadata = {
+    dictated = {
         "format": FORMAT,
         "version": VERSION,
         "frames": str(latent.frames),
@@ -111,8 +112,8 @@ def build(video: object, audio: object | None, facts: dict[str, object]) -> Late
         "height": str(latent.height),
         "created": datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
     }
-    metadata.update({key: str(value) for key, value in facts.items() if value not in (None, "")})
-    return Latent(latent.video, latent.audio, metadata)
+    known = {key: str(value) for key, value in facts.items() if value not in (None, "") and key not in dictated}
+    return Latent(latent.video, latent.audio, dictated | known)
 
 
 # ---------------------------------------------------------------- the container
