@@ -46,10 +46,24 @@ def parse(raw: bytes, job: str) -> dict | None:
         isinstance(receipt, dict)
         and receipt.get("h3spool_receipt") == VERSION
         and receipt.get("job") == job
-        and isinstance(receipt.get("events"), list)
-        and all(isinstance(event, dict) and isinstance(event.get("step"), str) for event in receipt["events"])
+        and all(isinstance(receipt.get(key), kind) for key, kind in _KINDS.items())
+        and all(_is_event(event) for event in receipt["events"])
     )
     return receipt if whole else None
+
+
+_KINDS = {"title": str, "latent": dict, "producer": dict, "events": list}
+
+
+def _is_event(event: object) -> bool:
+    """Whether an event has what everybody who reads receipts relies on."""
+    if not isinstance(event, dict) or not all(isinstance(event.get(key), str) for key in ("step", "node", "outcome")):
+        return False
+    try:
+        seconds_between(event["start"], event.get("end", event["start"]))
+    except (KeyError, ValueError, TypeError, AttributeError):
+        return False
+    return True
 
 
 def dump(receipt: dict) -> bytes:
