@@ -6,6 +6,7 @@ An engine has `facts`, `frames(video, report)` and `sound(audio, report)`: `deco
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -171,8 +172,35 @@ def _finish_mp4(job: Job, attempt: int, start: str, facts: dict, clip: Latent, o
 # ---------------------------------------------------------------- without a spool
 
 
-def decode_file(path: Path, target: Path, engine: object, output: Output, *, allow: Iterable[str] = ()) -> dict:
-    """Decode one latent file to an MP4 with a receipt beside it (`TARGET.pipeline.json`); the same checks, no spool.
+@dataclass(frozen=True)
+class LoadedFile:
+    """A latent file that passed all checks: its path and hash, the clip, statistics and warnings."""
+
+    path: Path
+    sha256: str
+    clip: Latent
+    statistics: dict
+    warnings: list[str]
+
+
+def load_file(path: Path, allow: Iterable[str] = ()) -> LoadedFile:
+    """Read and check one latent file of any known tool.
+
+    Raises:
+        BadData, NotFound, NotPermitted, IOFailed
+    """
+    raw = container.read_bytes(path)
+    found = importers.load([path], raws=[raw])
+    words = latent.parse_allow(str(found.facts.get("allow", ""))) | frozenset(allow)
+    try:
+        clip = latent.build(found.video, found.audio, {**found.facts, "allow": ",".join(sorted(words))})
+        return LoadedFile(path, hashlib.sha256(raw).hexdigest(), clip, *latent.check(clip))
+    except BadData as error:
+        raise BadData(f"{path}: {error}") from None
+
+
+def decode_file(source: LoadedFile, target: Path, engine: object, output: Output) -> dict:
+    """Decode one latent file to an MP4 with a receipt beside it (`TARGET.pipeline.json`), without a spool.
 
     The files appear under their names when they are complete.
 
@@ -180,26 +208,17 @@ def decode_file(path: Path, target: Path, engine: object, output: Output, *, all
         the receipt.
 
     Raises:
-        BadData, NotFound, NotPermitted, IOFailed, Unavailable
+        BadData, NotPermitted, IOFailed, Unavailable
     """
-    start = receipt.now()
-    with explained("reading", path):
-        source = container.hash_file(path)
-    found = importers.load([path])
-    words = latent.parse_allow(str(found.facts.get("allow", ""))) | frozenset(allow)
-    try:
-        clip = latent.build(found.video, found.audio, {**found.facts, "allow": ",".join(sorted(words))})
-        statistics, warnings = latent.check(clip)
-    except BadData as error:
-        raise BadData(f"{path}: {error}") from None
-    title = clip.metadata.get("title") or path.stem
-    account = receipt.begin(target.stem, title, latent_facts(clip, source, statistics), sampling_facts(clip))
+    start, clip, node = receipt.now(), source.clip, os.uname().nodename
+    title = clip.metadata.get("title") or source.path.stem
+    facts_of_latent = latent_facts(clip, source.sha256, source.statistics)
+    account = receipt.begin(target.stem, title, facts_of_latent, sampling_facts(clip))
     fresh = target.with_name(f".{target.stem}.{os.getpid()}.part.mp4")
     try:
         facts = render(clip, engine, output, title=title, job_id=target.stem, mp4=fresh)
         digest = container.hash_file(fresh)
-        node = os.uname().nodename
-        facts["decode"]["warnings"] = warnings + facts["decode"]["warnings"]
+        facts["decode"]["warnings"] = source.warnings + facts["decode"]["warnings"]
         account["events"] += [
             receipt.event("decode", node, start, **facts["decode"]),
             receipt.event("mux", node, start, sha256=digest, **facts["mux"]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
@@ -10,6 +10,11 @@ import click
 from h3spool.cli.handover import peer_link
 from h3spool.cli.options import (
     GIB,
+    EncodingChoice,
+    EngineChoice,
+    PeerChoice,
+    SpoolChoice,
+    Stopping,
     deliver_option,
     encoding_options,
     engine_options,
@@ -19,32 +24,70 @@ from h3spool.cli.options import (
     keep_master_option,
     min_free_option,
     peer_options,
+    spool_choice,
     spool_options,
     watch_options,
 )
-from h3spool.cli.output import Batch, Progress, out, run_passes, stoppable
+from h3spool.cli.output import Batch, Progress, note, out, run_passes, stoppable
 from h3spool.errors import NotUsable
 
+_JOB_BYTES = 256 << 20  # a master of 124 frames at 768x1344 is about 200 MB
 
-def make_engine(
-    video_vae: Path | None, audio_vae: Path | None, precision: str, device: str, seams: str, progress: Callable
-) -> object:
-    """Load the decoders (this imports torch)."""
-    if video_vae is None:
-        raise click.UsageError(
-            "which checkpoint? give --video-vae FILE (and --audio-vae FILE), or set H3SPOOL_VIDEO_VAE"
+
+class Decoding:
+    """The decoder side of a spool. Engine and ffmpeg are loaded when the first job needs them, and kept."""
+
+    def __init__(
+        self, spool: object, engine: EngineChoice | None, encoding: EncodingChoice, min_free: float, **settings: object
+    ):
+        from h3spool.loop import Watchdog
+
+        if spool.role != "decoder":
+            raise NotUsable(f"{spool.root}: is a sampler's spool; decode and mux belong to a decoder's")
+        self.spool, self._engine_choice, self._encoding, self._settings = spool, engine, encoding, settings
+        self._min_free_bytes = int(min_free * GIB)
+        self._engine = self._output = None
+        self._progress = Progress()
+        self._watchdog = Watchdog(
+            lambda waited_s: note(f"h3spool: nothing was decoded for {waited_s:.0f} s: the device is wedged; ending")
         )
-    from h3spool.decode import Decoder
 
-    return Decoder(video_vae, audio_vae, precision=precision, device=device, seams=seams, progress=progress)
+    def load(self) -> None:
+        """Load what decoding needs, before anything is claimed."""
+        if self._engine is None:
+            self._output = self._encoding.output(**self._settings)
+            self._engine = self._engine_choice.load(self._output.ffmpeg, self._clip_done)
 
+    def _clip_done(self, done: int, total: int) -> None:
+        self._watchdog.feed()
+        self._progress.clips(done, total)
 
-def make_output(ffmpeg: str | None, codec: str, quality: int, preset: str | None, **settings: object) -> object:
-    """Where results go, once ffmpeg is known to run."""
-    from h3spool import media, render
+    def decode(self, names: Iterable[str] = ()) -> Iterable[object]:
+        """One pass of decode."""
+        from h3spool import render, steps
 
-    encoding = {"codec": codec, "quality": quality, "preset": preset}
-    return render.Output(media.ffmpeg_exe(ffmpeg), encoding, **settings)
+        def ready() -> None:
+            self.spool.require_space(_JOB_BYTES, self._min_free_bytes)
+            self.load()
+
+        def act(job: object, attempt: int) -> str:
+            with self._watchdog.watching():
+                return render.decode(job, attempt, self._engine, self._output)
+
+        return steps.work(self.spool, "decode", act, names, ready=ready)
+
+    def mux(self, names: Iterable[str] = ()) -> Iterable[object]:
+        """One pass of mux; needs no engine."""
+        from h3spool import render, steps
+
+        def ready() -> None:
+            self.spool.require_space(_JOB_BYTES, self._min_free_bytes)
+            self._output = self._output or self._encoding.output(**self._settings)
+
+        def act(job: object, attempt: int) -> str:
+            return render.mux(job, attempt, self._output)
+
+        return steps.work(self.spool, "mux", act, names, ready=ready)
 
 
 @click.command()
@@ -61,8 +104,7 @@ def make_output(ffmpeg: str | None, codec: str, quality: int, preset: str | None
 @min_free_option
 @watch_options
 @json_option
-@click.option("--spool", "-s", "root", envvar="H3SPOOL_SPOOL", show_envvar=True, help="The spool directory.")
-@click.option("--allow-network-fs", is_flag=True, help="Open a spool on NFS or FUSE, at your own risk.")
+@spool_choice
 def decode(
     jobs: tuple[str, ...],
     output: Path | None,
@@ -70,21 +112,12 @@ def decode(
     keep_master: bool,
     deliver: Path | None,
     allow: str,
-    video_vae: Path | None,
-    audio_vae: Path | None,
-    precision: str,
-    device: str,
-    seams: str,
-    codec: str,
-    quality: int,
-    preset: str | None,
-    ffmpeg: str | None,
+    engine: EngineChoice,
+    encoding: EncodingChoice,
     min_free: float,
-    watch: bool,
-    grace: float,
+    stopping: Stopping,
     as_json: bool,
-    root: str | None,
-    allow_network_fs: bool,
+    where: SpoolChoice,
 ) -> None:
     """Decode verified jobs to lossless masters, with --mux to MP4s; or one latent FILE to -o OUT.mp4.
 
@@ -92,81 +125,33 @@ def decode(
     Example: h3spool decode --mux --video-vae video.safetensors --audio-vae audio.safetensors
              h3spool decode clip.h3latent -o clip.mp4
     """
-    settings = {"mux": mux or output is not None, "keep_master": keep_master, "deliver": deliver}
-    encoding = (ffmpeg, codec, quality, preset)
-    engine = (video_vae, audio_vae, precision, device, seams)
-    if output is not None:
-        return decode_one_file(jobs, output, allow, engine, make_output(*encoding, **settings), as_json)
-    from h3spool.spool import Spool
-
-    if root is None:
-        raise click.UsageError("which spool? give --spool DIR or set H3SPOOL_SPOOL, or decode FILE -o OUT.mp4")
-    spool = Spool(root, allow_network_fs=allow_network_fs)
-    decoding = Decoding(spool, engine, encoding, settings, min_free)
     from h3spool.loop import Pass
 
-    if watch:
+    if output is not None:
+        return decode_one_file(jobs, output, allow, engine, encoding, as_json)
+    settings = {"mux": mux, "keep_master": keep_master, "deliver": deliver}
+    decoding = Decoding(where.open(), engine, encoding, min_free, **settings)
+    if stopping.watch:
         decoding.load()
-        run_passes([Pass("decode", decoding.decode)], once=False, grace_s=grace, as_json=as_json)
+        passes = [Pass("decode", decoding.decode)]
+        run_passes(passes, once=False, grace_s=stopping.grace, as_json=as_json)
     with stoppable():
         Batch(as_json).run(decoding.decode(jobs))
 
 
 def decode_one_file(
-    files: tuple[str, ...], target: Path, allow: str, engine: tuple, output: object, as_json: bool
+    files: tuple[str, ...], target: Path, allow: str, engine: EngineChoice, encoding: EncodingChoice, as_json: bool
 ) -> None:
     """`decode FILE -o OUT.mp4`."""
     from h3spool import latent, render
 
     if len(files) != 1 or target.suffix != ".mp4":
         raise click.UsageError("decode one latent: h3spool decode FILE -o OUT.mp4")
-    path, words = Path(files[0]), latent.parse_allow(allow)
+    words, output = latent.parse_allow(allow), encoding.output()
     with stoppable():
-        render.decode_file(path, target, make_engine(*engine, Progress().clips), output, allow=words)
+        clip = render.load_file(Path(files[0]), words)  # a wrong file is refused before a checkpoint is loaded
+        render.decode_file(clip, target, engine.load(output.ffmpeg, Progress().clips), output)
     out({"file": str(target), "receipt": str(target.with_suffix(".pipeline.json"))}, as_json, "file")
-
-
-class Decoding:
-    """The decoder side of a spool: engine and ffmpeg are loaded when the first job needs them, and kept."""
-
-    def __init__(self, spool: object, engine: tuple, encoding: tuple, settings: dict, min_free: float):
-        if spool.role != "decoder":
-            raise NotUsable(f"{spool.root}: is a sampler's spool; decode and mux belong to a decoder's")
-        self.spool, self._engine_options, self._encoding, self._settings = spool, engine, encoding, settings
-        self._min_free_bytes = int(min_free * GIB)
-        self._engine = self._output = None
-
-    def load(self) -> None:
-        """Load what decoding needs, before anything is claimed."""
-        if self._engine is None:
-            self._output = make_output(*self._encoding, **self._settings)
-            self._engine = make_engine(*self._engine_options, Progress().clips)
-
-    def _room(self) -> None:
-        self.spool.require_space(256 << 20, self._min_free_bytes)
-
-    def decode(self, names: Iterable[str] = ()) -> Iterable[object]:
-        """One pass of decode."""
-        from h3spool import render, steps
-
-        def ready() -> None:
-            self._room()
-            self.load()
-
-        act = lambda job, attempt: render.decode(job, attempt, self._engine, self._output)  # noqa: E731
-        return steps.work(self.spool, "decode", act, names, ready=ready)
-
-    def mux(self, names: Iterable[str] = ()) -> Iterable[object]:
-        """One pass of mux; needs no engine."""
-        from h3spool import render, steps
-
-        def ready() -> None:
-            self._room()
-            self._output = self._output or make_output(*self._encoding, **self._settings)
-
-        return steps.work(
-            self.spool, "mux", lambda job, attempt: render.mux(job, attempt, self._output), names, ready=ready
-        )
 
 
 @click.command()
@@ -180,14 +165,10 @@ class Decoding:
 def mux(
     spool: object,
     jobs: tuple[str, ...],
-    codec: str,
-    quality: int,
-    preset: str | None,
-    ffmpeg: str | None,
+    encoding: EncodingChoice,
     deliver: Path | None,
     min_free: float,
-    watch: bool,
-    grace: float,
+    stopping: Stopping,
     as_json: bool,
 ) -> None:
     """Make MP4s from the masters in decoded/.
@@ -197,9 +178,9 @@ def mux(
     """
     from h3spool.loop import Pass
 
-    decoding = Decoding(spool, (), (ffmpeg, codec, quality, preset), {"deliver": deliver}, min_free)
-    if watch:
-        run_passes([Pass("mux", decoding.mux)], once=False, grace_s=grace, as_json=as_json)
+    decoding = Decoding(spool, None, encoding, min_free, deliver=deliver)
+    if stopping.watch:
+        run_passes([Pass("mux", decoding.mux)], once=False, grace_s=stopping.grace, as_json=as_json)
     with stoppable():
         Batch(as_json).run(decoding.mux(jobs))
 
@@ -220,17 +201,9 @@ def loop(
     spool: object,
     once: bool,
     to: str | None,
-    remote_command: str,
-    bwlimit: str | None,
-    video_vae: Path | None,
-    audio_vae: Path | None,
-    precision: str,
-    device: str,
-    seams: str,
-    codec: str,
-    quality: int,
-    preset: str | None,
-    ffmpeg: str | None,
+    peer: PeerChoice,
+    engine: EngineChoice,
+    encoding: EncodingChoice,
     keep_master: bool,
     deliver: Path | None,
     grace: float,
@@ -253,12 +226,10 @@ def loop(
     if spool.role == "sampler":
         if to is None:
             raise click.UsageError("where to? give --to [USER@]HOST:SPOOL or set H3SPOOL_TO")
-        with peer_link(to, remote_command, bwlimit, min_free) as link:
+        with peer_link(to, peer, min_free) as link:
             passes = [checking, Pass("push", lambda: sending.push(spool, link))]
             return run_passes(passes, once=once, grace_s=grace, as_json=as_json)
-    settings = {"mux": True, "keep_master": keep_master, "deliver": deliver}
-    engine = (video_vae, audio_vae, precision, device, seams)
-    decoding = Decoding(spool, engine, (ffmpeg, codec, quality, preset), settings, min_free)
+    decoding = Decoding(spool, engine, encoding, min_free, keep_master=keep_master, deliver=deliver)
     if not once:
         decoding.load()
     passes = [checking, Pass("mux", decoding.mux), Pass("decode", decoding.decode)]

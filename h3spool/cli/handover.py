@@ -12,6 +12,8 @@ import click
 
 from h3spool.cli.options import (
     GIB,
+    PeerChoice,
+    Stopping,
     env_option,
     jobs_argument,
     json_option,
@@ -26,10 +28,13 @@ from h3spool.errors import H3SpoolError
 
 @click.command()
 @jobs_argument
+@click.option(
+    "--settle", default=10.0, show_default=True, help="Seconds until a loose pair that disagrees is given up."
+)
 @watch_options
 @json_option
 @spool_options
-def verify(spool: object, jobs: tuple[str, ...], watch: bool, grace: float, as_json: bool) -> None:
+def verify(spool: object, jobs: tuple[str, ...], settle: float, stopping: Stopping, as_json: bool) -> None:
     """Check what is in incoming/: to verified/, or to failed/ with the reason.
 
     \b
@@ -38,10 +43,11 @@ def verify(spool: object, jobs: tuple[str, ...], watch: bool, grace: float, as_j
     from h3spool import steps
     from h3spool.loop import Pass
 
-    if watch:
-        run_passes([Pass("verify", lambda: steps.verify(spool))], once=False, grace_s=grace, as_json=as_json)
+    if stopping.watch:
+        passes = [Pass("verify", lambda: steps.verify(spool, settle_s=settle))]
+        run_passes(passes, once=False, grace_s=stopping.grace, as_json=as_json)
     with stoppable():
-        Batch(as_json).run(steps.verify(spool, jobs))
+        Batch(as_json).run(steps.verify(spool, jobs, settle_s=settle))
 
 
 @click.command()
@@ -57,12 +63,10 @@ def push(
     spool: object,
     jobs: tuple[str, ...],
     to: str,
-    remote_command: str,
-    bwlimit: str | None,
+    peer: PeerChoice,
     dry_run: bool,
     min_free: float,
-    watch: bool,
-    grace: float,
+    stopping: Stopping,
     as_json: bool,
 ) -> None:
     """Hand verified jobs over to a decoder's spool; a job is let go only when the peer has it safe.
@@ -73,17 +77,18 @@ def push(
     from h3spool import push as sending
     from h3spool.loop import Pass
 
-    with peer_link(to, remote_command, bwlimit, min_free) as link:
+    with peer_link(to, peer, min_free) as link:
         if dry_run:
             return show_push(spool, link)
-        if watch:
-            run_passes([Pass("push", lambda: sending.push(spool, link))], once=False, grace_s=grace, as_json=as_json)
+        if stopping.watch:
+            passes = [Pass("push", lambda: sending.push(spool, link))]
+            run_passes(passes, once=False, grace_s=stopping.grace, as_json=as_json)
         with stoppable():
             Batch(as_json).run(sending.push(spool, link, jobs))
 
 
 @contextmanager
-def peer_link(to: str, remote_command: str, bwlimit: str | None, min_free: float) -> Iterator[object]:
+def peer_link(to: str, choice: PeerChoice, min_free: float) -> Iterator[object]:
     """The way to a peer, closed in the end."""
     from h3spool import link
 
@@ -91,7 +96,7 @@ def peer_link(to: str, remote_command: str, bwlimit: str | None, min_free: float
     if peer.host is None:
         way = link.LocalLink(peer, min_free_bytes=int(min_free * GIB))
     else:
-        way = link.SshLink(peer, remote_command=remote_command, bwlimit=bwlimit)
+        way = link.SshLink(peer, remote_command=choice.remote_command, bwlimit=choice.bwlimit)
     try:
         yield way
     finally:
@@ -150,15 +155,7 @@ def results(spool: object, as_json: bool) -> None:
 @min_free_option
 @json_option
 @spool_options
-def pull(
-    spool: object,
-    jobs: tuple[str, ...],
-    source: str,
-    remote_command: str,
-    bwlimit: str | None,
-    min_free: float,
-    as_json: bool,
-) -> None:
+def pull(spool: object, jobs: tuple[str, ...], source: str, peer: PeerChoice, min_free: float, as_json: bool) -> None:
     """Fetch finished MP4s and their receipts into results/.
 
     \b
@@ -166,7 +163,7 @@ def pull(
     """
     from h3spool import pull as fetching
 
-    with peer_link(source, remote_command, bwlimit, min_free) as link, stoppable():
+    with peer_link(source, peer, min_free) as link, stoppable():
         Batch(as_json).run(fetching.pull(spool, link, jobs, min_free_bytes=int(min_free * GIB)))
 
 

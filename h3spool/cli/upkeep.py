@@ -1,12 +1,14 @@
-"""requeue, gc and fsck: keeping a spool in order."""
+"""requeue, gc, fsck and doctor: keeping things in order; and the installation of the ComfyUI node."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
-from h3spool.cli.options import GIB, json_option, spool_options
+from h3spool.cli.options import GIB, SpoolChoice, json_option, spool_choice, spool_options
 from h3spool.cli.output import Batch, note, out
-from h3spool.errors import BadData, H3SpoolError
+from h3spool.errors import BadData, H3SpoolError, NotUsable
 
 
 @click.command()
@@ -70,25 +72,62 @@ def gc(
 
 @click.command()
 @click.option("--repair", is_flag=True, help="Mend what is safe to mend.")
-@click.option("--spool", "-s", "root", envvar="H3SPOOL_SPOOL", show_envvar=True, required=True, help="The spool.")
-@click.option("--allow-network-fs", is_flag=True, help="Open a spool on NFS or FUSE, at your own risk.")
 @json_option
-def fsck(root: str, repair: bool, allow_network_fs: bool, as_json: bool) -> None:
+@spool_choice
+def fsck(where: SpoolChoice, repair: bool, as_json: bool) -> None:
     """List what breaks an invariant of the spool; exit 65 if anything is left.
 
     \b
     Example: h3spool fsck --repair
     """
     from h3spool import upkeep
-    from h3spool.spool import Spool
 
-    findings = upkeep.fsck(Spool(root, allow_network_fs=allow_network_fs, broken=True), repair=repair)
+    spool = where.open(broken=True)
+    findings = upkeep.fsck(spool, repair=repair)
     for finding in findings:
         facts = {"path": finding.path, "problem": finding.problem, "repairable": finding.repairable}
         out(facts, as_json, "path", "problem")
     if findings:
         hint = "; --repair mends some of it" if any(finding.repairable for finding in findings) else ""
-        raise BadData(f"{root}: {len(findings)} findings{hint}")
+        raise BadData(f"{spool.root}: {len(findings)} findings{hint}")
 
 
-COMMANDS = (requeue, gc, fsck)
+@click.command()
+@click.option("--comfyui", metavar="PID|URL", required=True, help="Check a ComfyUI that is to decode.")
+@click.option("--allow-remote", is_flag=True, help="Look at a ComfyUI on another machine.")
+@json_option
+def doctor(comfyui: str, allow_remote: bool, as_json: bool) -> None:
+    """Check what decoding depends on; exit 78 if something would fail.
+
+    \b
+    Example: h3spool doctor --comfyui http://127.0.0.1:8192
+    """
+    from h3spool.doctor import comfyui_checks
+
+    checks = comfyui_checks(comfyui, allow_remote=allow_remote)
+    for check in checks:
+        out(check._asdict(), as_json, "verdict", "name", "sentence")
+    if failed := [check.name for check in checks if check.verdict == "fail"]:
+        raise NotUsable(f"{comfyui}: {', '.join(failed)}: see above")
+
+
+@click.group()
+def comfyui() -> None:
+    """The custom node for ComfyUI."""
+
+
+@comfyui.command()
+@click.argument("custom_nodes", type=click.Path(path_type=Path))
+def install(custom_nodes: Path) -> None:
+    """Install the nodes that save and load H3 latents into ComfyUI's custom_nodes folder.
+
+    \b
+    Example: h3spool comfyui install ~/ComfyUI/custom_nodes
+    """
+    from h3spool import node
+
+    click.echo(str(node.install(custom_nodes)))
+    note("restart ComfyUI; the nodes are under h3spool: Save and Load MiniMax H3 AV Latent")
+
+
+COMMANDS = (requeue, gc, fsck, doctor, comfyui)
