@@ -1,6 +1,7 @@
 """The ComfyUI custom node: what it exports, what it says, and that it needs nothing but numpy."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from h3spool import latent, node
 from h3spool.errors import BadData, NotFound, NotPermitted
+from h3spool.importers import sampling_facts
 from h3spool.node.nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
 from h3spool.spool import Spool
 
@@ -237,3 +239,53 @@ def test_a_moved_h3spool_says_what_to_do(tmp_path):
     stub.write_text(stub.read_text().replace("H3SPOOL = ", "H3SPOOL = '/gone' + "))
     done = subprocess.run([sys.executable, str(stub)], capture_output=True, text=True, cwd="/", check=False)
     assert "run `h3spool comfyui install` again" in done.stderr
+
+
+# ---------------------------------------------------------------- examples
+
+EXAMPLES = Path(__file__).parents[1] / "examples" / "comfyui"
+
+
+@pytest.mark.parametrize("name", ["sampler_tail", "decode_only"])
+def test_the_example_graphs_hold_together(name):
+    graph = json.loads((EXAMPLES / f"{name}.api.json").read_text())
+    for node_ in graph.values():
+        for value in node_["inputs"].values():
+            assert not isinstance(value, list) or value[0] in graph
+        if node_["class_type"] in NODE_CLASS_MAPPINGS:
+            kinds = NODE_CLASS_MAPPINGS[node_["class_type"]].INPUT_TYPES()
+            assert set(node_["inputs"]) == set(kinds["required"]) | set(kinds["optional"])
+
+
+def test_the_sampler_example_tells_its_facts():
+    graph = json.loads((EXAMPLES / "sampler_tail.api.json").read_text())
+    facts = sampling_facts(graph, "12")
+    assert facts["lora"] == "minimax_h3_fl2v_turbo_8step_v1.0_comfyui_bf16.safetensors:1.0"
+    assert (facts["seed"], facts["steps"], facts["shift_video"], facts["shift_audio"]) == ("42", "8", "12.0", "3.0")
+    assert facts["prompt"].startswith("A red fox")
+
+
+def test_the_ui_example_is_the_same_graph():
+    graph = json.loads((EXAMPLES / "sampler_tail.api.json").read_text())
+    drawn = json.loads((EXAMPLES / "sampler_tail.json").read_text())
+    wires = {(str(source), slot, str(target)) for _, source, slot, target, _, _ in drawn["links"]}
+    assert wires == {
+        (*value, key) for key, node_ in graph.items() for value in node_["inputs"].values() if isinstance(value, list)
+    }
+    assert {str(each["id"]): each["type"] for each in drawn["nodes"]} == {
+        key: node_["class_type"] for key, node_ in graph.items()
+    }
+
+
+def test_the_decoder_is_started_apart(tmp_path):
+    (tmp_path / "main.py").write_text(
+        "import json, os, sys\nprint(json.dumps([sys.argv, os.environ['CUDA_VISIBLE_DEVICES']]))"
+    )
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "COMFYUI_PYTHON": sys.executable}
+    argv = ["sh", str(EXAMPLES / "start-decoder.sh"), str(tmp_path), "3", "--max-upload-size", "200"]
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
+    words, gpu = json.loads(done.stdout)
+    assert gpu == "3"
+    assert words[1:5] == ["--listen", "127.0.0.1", "--port", "8192"]
+    assert words[-2:] == ["--max-upload-size", "200"]
+    assert (tmp_path / ".cache" / "h3spool" / "comfyui-8192" / "user").is_dir()

@@ -112,7 +112,7 @@ class LoadMiniMaxH3AVLatent:
         return f"{info.st_ino} {info.st_size} {info.st_mtime_ns} {allow}"
 
     @classmethod
-    def VALIDATE_INPUTS(cls, latent: str | None = None, spool: str | None = None) -> bool | str:
+    def VALIDATE_INPUTS(cls, latent: str | None = None, spool: str | None = "") -> bool | str:
         """Say at once that the file is not there; inputs that are connected (None) are looked at later."""
         try:
             if latent is not None and spool is not None:
