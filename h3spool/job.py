@@ -187,7 +187,7 @@ class Job:
         """state.json: `attempts`, and the `peer` (uuid) this job is bound to. Unreadable reads as empty."""
         try:
             found = json.loads(container.read_bytes(self.path / STATE_FILE, 65536))
-        except (NotFound, ValueError):
+        except (NotFound, BadData, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
 
