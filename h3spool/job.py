@@ -192,6 +192,6 @@ class Job:
         return found if isinstance(found, dict) else {}
 
     def set_state(self, *, durable: bool = False, **changes: object) -> None:
-        """Change state.json; a value of None removes the key."""
+        """Change state.json; a value of None removes the key. One that names a peer outlives a power cut."""
         state = {key: value for key, value in (self.state() | changes).items() if value is not None}
-        self.write(STATE_FILE, json.dumps(state).encode(), durable=durable)
+        self.write(STATE_FILE, json.dumps(state).encode(), durable=durable or "peer" in state)

@@ -55,6 +55,10 @@ def valid_job(name: str) -> bool:
     return bool(_JOB.fullmatch(name)) and not name.endswith((".part", ".h3latent", ".sha256"))
 
 
+class LockHeld(TryLater):
+    """Another process holds the lock."""
+
+
 class Slot:
     """Worker slot N of a step, held by flock until `release` or death. Its directory is where claims go."""
 
@@ -63,7 +67,9 @@ class Slot:
         self.path = spool.root / "active" / f"{step}-{number}"
 
     def claim(self, name: str) -> Job | None:
-        """Take a job out of the state its step claims from; None when another worker was faster."""
+        """Take a job out of the state its step claims from; None when it is not there: another worker was faster."""
+        if not self.spool.holds(CLAIMED_FROM[self.step], name):
+            return None
         source = self.spool.root / CLAIMED_FROM[self.step] / name
         with explained("claiming", source):
             try:
@@ -78,8 +84,14 @@ class Slot:
             os.rename(job.path, self.spool.root / CLAIMED_FROM[self.step] / job.name)
 
     def release(self) -> None:
-        """Let the slot go; jobs left in it are returned by whoever looks next."""
-        os.close(self._lock_fd)
+        """Return what an interruption left in the slot, and let it go."""
+        try:
+            for name in self.spool.names(f"active/{self.step}-{self.number}"):
+                self.put_back(self.spool.job(f"active/{self.step}-{self.number}", name))
+        except H3SpoolError:
+            pass  # whoever looks next tries again
+        finally:
+            os.close(self._lock_fd)
 
 
 class Spool:
@@ -100,7 +112,8 @@ class Spool:
             raise NotFound(f"{self.root}: not a spool (no spool.json); `h3spool init` makes one") from None
         except (ValueError, BadData) as error:
             raise NotUsable(f"{self.root}/spool.json: unreadable ({error}); restore it or make a new spool") from None
-        if not isinstance(facts, dict) or facts.get("h3spool") != VERSION or facts.get("role") not in ROLES:
+        known = isinstance(facts, dict) and all(isinstance(facts.get(key), str) for key in ("uuid", "node", "role"))
+        if not known or facts.get("h3spool") != VERSION or facts["role"] not in ROLES:
             raise NotUsable(f"{self.root}/spool.json: spool format {facts!r:.80}, this h3spool knows {VERSION}")
         self.uuid, self.node, self.role = facts["uuid"], facts["node"], facts["role"]
         for path in () if broken else (self.root, *(self.root / name for name in DIRECTORIES)):
@@ -126,6 +139,9 @@ class Spool:
                 root.mkdir(mode=0o700, parents=True, exist_ok=True)
                 if strange := sorted(set(os.listdir(root)) - {*DIRECTORIES}):
                     raise NotPermitted(f"{root}: holds {strange[0]} already; give a new or an empty directory")
+                refuse_unsafe(root)
+                if not allow_network_fs:
+                    _refuse_network_fs(root)
                 for name in DIRECTORIES:
                     (root / name).mkdir(mode=0o700, exist_ok=True)
             fresh = root / "tmp" / f"spool-{secrets.token_hex(8)}"
@@ -182,10 +198,14 @@ class Spool:
         """Where a job is. A job that moves while we look is looked for again (it can pass us once, hardly thrice)."""
         for _ in range(5):
             for place in self.places():
-                path = self.root / place / name
-                if path.is_dir() and not path.is_symlink():
-                    return place, Job(self, name, path)
+                if self.holds(place, name):
+                    return place, self.job(place, name)
         return None
+
+    def holds(self, state: str, name: str) -> bool:
+        """Whether a state holds a job of this name, which may be anything a user has typed."""
+        path = self.root / state / name
+        return valid_job(name) and path.is_dir() and not path.is_symlink()
 
     def job(self, state: str, name: str) -> Job:
         """The handle of a job in a known place."""
@@ -217,14 +237,14 @@ class Spool:
         """Hold locks/NAME.
 
         Raises:
-            TryLater: another holds it and `wait` is false.
+            LockHeld: another holds it and `wait` is false.
         """
         fd = self._lock_fd(name)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             os.close(fd)
-            raise TryLater(f"{self.root}/locks/{name}: another h3spool holds it; try again later") from None
+            raise LockHeld(f"{self.root}/locks/{name}: another h3spool holds it; try again later") from None
         try:
             yield
         finally:

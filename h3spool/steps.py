@@ -16,7 +16,7 @@ from h3spool import container, latent, receipt
 from h3spool.adopt import SETTLE_S, adopt, job_name
 from h3spool.errors import BadData, H3SpoolError, IOFailed, NotFound, NotPermitted, TryLater, explained
 from h3spool.job import Job, Outcome, fsync_path, fsync_tree, write_file
-from h3spool.spool import CLAIMED_FROM, MAX_ATTEMPTS, Slot, Spool
+from h3spool.spool import CLAIMED_FROM, MAX_ATTEMPTS, LockHeld, Slot, Spool
 
 if TYPE_CHECKING:
     from h3spool.latent import Latent
@@ -127,6 +127,14 @@ def sampling_facts(clip: Latent) -> dict:
 # ---------------------------------------------------------------- verify
 
 
+def verify_if_idle(spool: Spool, *, settle_s: float = SETTLE_S) -> Iterator[Outcome]:
+    """`verify` for loops: nothing happens while another one is at work."""
+    try:
+        yield from verify(spool, settle_s=settle_s)
+    except LockHeld:
+        return
+
+
 def verify(spool: Spool, names: Iterable[str] = (), *, settle_s: float = SETTLE_S) -> Iterator[Outcome]:
     """Check jobs in incoming/ and move them to verified/, or to failed/ with the reason; adopt loose pairs first.
 
@@ -135,14 +143,14 @@ def verify(spool: Spool, names: Iterable[str] = (), *, settle_s: float = SETTLE_
         settle_s: how long a loose pair that does not agree must have been left unchanged before it is given up.
 
     Raises:
-        TryLater: another verify is at work.
+        LockHeld: another verify is at work.
     """
     with spool.lock("verify", wait=False):
         spool.finish_published()
         yield from (outcome for outcome in adopt(spool, settle_s=settle_s) if outcome.error)
         for name in list(names) or spool.names("incoming"):
-            job = spool.job("incoming", name)
-            yield _verify_one(job) if job.path.is_dir() else elsewhere(spool, name, "incoming")
+            here = spool.holds("incoming", name)
+            yield _verify_one(spool.job("incoming", name)) if here else elsewhere(spool, name, "incoming")
 
 
 def _verify_one(job: Job) -> Outcome:
@@ -178,10 +186,14 @@ def checked_latent(job: Job) -> tuple[Latent, str, dict, list[str]]:
 
 def _check_files(job: Job) -> None:
     """Refuse links and foreign files: a job holds its own files and nothing else."""
-    with explained("listing", job.path):
-        for entry in os.scandir(job.path):
+    with explained("listing", job.path), os.scandir(job.path) as entries:
+        for entry in entries:
+            if entry.is_symlink():
+                raise NotPermitted(f"{entry.path}: a symbolic link, which a spool never follows")
             if not entry.is_file(follow_symlinks=False):
-                raise BadData(f"{entry.path}: a link or a directory, a job holds plain files only")
+                raise BadData(f"{entry.path}: not a plain file, a job holds nothing else")
+            if (owner := entry.stat(follow_symlinks=False).st_uid) != os.geteuid():
+                raise NotPermitted(f"{entry.path}: belongs to uid {owner}, this process is uid {os.geteuid()}")
             if entry.name != "state.json" and not entry.name.startswith(job.name + "."):
                 raise BadData(f"{entry.path}: not a file of this job")
 
@@ -203,12 +215,13 @@ def elsewhere(spool: Spool, name: str, wanted: str) -> Outcome:
         return Outcome(name, "missing", NotFound(f"{spool.root}: has no job {name}"))
     place = found[0]
     order = ["incoming", "verified", "decoded", "done"]
+    reached = CLAIMED_FROM[place.split("/")[1].rpartition("-")[0]] if place.startswith("active/") else place
     if place == "failed":
         error = BadData(
             f"job {name} is in failed/; `h3spool status {name}` says why, `h3spool requeue {name}` tries again"
         )
         return Outcome(name, place, error)
-    if place in order and order.index(place) > order.index(wanted):
+    if reached in order and order.index(reached) > order.index(wanted):
         return Outcome(name, place)  # done before: exit 0
     return Outcome(name, place, TryLater(f"job {name} is in {place}, this step takes jobs from {wanted}/"))
 
@@ -235,8 +248,10 @@ def work(
     slot = spool.take_slot(step)
     try:
         for name in waiting:
-            ready()
-            job = slot.claim(name)
+            job = None
+            if spool.holds(CLAIMED_FROM[step], name):
+                ready()
+                job = slot.claim(name)
             if job is not None:
                 yield _attempt(slot, job, act)
             elif asked:
@@ -252,8 +267,8 @@ def _attempt(slot: Slot, job: Job, act: Callable[[Job, int], str]) -> Outcome:
     if before >= MAX_ATTEMPTS:
         error = BadData(f"{before} attempts at {slot.step} ended in an error or a death; see its events")
         return quarantine(job, slot.step, start, error)
-    job.set_state(attempts=before + 1)
     try:
+        job.set_state(attempts=before + 1)
         state = act(job, before + 1)
         slot.spool.publish(job, state)
     except BadData as error:
@@ -271,6 +286,8 @@ def _attempt(slot: Slot, job: Job, act: Callable[[Job, int], str]) -> Outcome:
 
 
 def _put_back(slot: Slot, job: Job, attempts: int, start: str, error: Exception | None) -> None:
+    if not job.path.exists():
+        return  # interrupted right after it was published
     try:
         job.set_state(attempts=attempts or None)
         if error is not None:

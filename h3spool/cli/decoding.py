@@ -222,7 +222,7 @@ def loop(
     from h3spool import steps
     from h3spool.loop import Pass
 
-    checking = Pass("verify", lambda: steps.verify(spool))
+    checking = Pass("verify", lambda: steps.verify_if_idle(spool))
     if spool.role == "sampler":
         if to is None:
             raise click.UsageError("where to? give --to [USER@]HOST:SPOOL or set H3SPOOL_TO")

@@ -44,7 +44,7 @@ def verify(spool: object, jobs: tuple[str, ...], settle: float, stopping: Stoppi
     from h3spool.loop import Pass
 
     if stopping.watch:
-        passes = [Pass("verify", lambda: steps.verify(spool, settle_s=settle))]
+        passes = [Pass("verify", lambda: steps.verify_if_idle(spool, settle_s=settle))]
         run_passes(passes, once=False, grace_s=stopping.grace, as_json=as_json)
     with stoppable():
         Batch(as_json).run(steps.verify(spool, jobs, settle_s=settle))
