@@ -16,7 +16,6 @@ import re
 import secrets
 import shutil
 import socket
-import stat
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +36,7 @@ from h3spool.errors import (
     from_os_error,
 )
 from h3spool.job import Job, fsync_path, fsync_tree, write_file
+from h3spool.safety import refuse_network_fs, refuse_unsafe
 
 VERSION = 1
 ROLES = ("sampler", "decoder")
@@ -47,7 +47,6 @@ FSYNC_THREADS = 4
 DIRECTORIES = ("tmp", *STATES, "active", "results", "seen", "locks")
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,31}")
-_NETWORK_FS = re.compile(r"nfs|cifs|smb|fuse|9p|afs|ceph|glusterfs|lustre")
 
 
 def valid_job(name: str) -> bool:
@@ -119,7 +118,7 @@ class Spool:
         for path in () if broken else (self.root, *(self.root / name for name in DIRECTORIES)):
             refuse_unsafe(path)
         if not allow_network_fs:
-            _refuse_network_fs(self.root)
+            refuse_network_fs(self.root)
 
     @classmethod
     def create(cls, root: Path | str, role: str, node: str | None = None, *, allow_network_fs: bool = False) -> Spool:
@@ -179,7 +178,7 @@ class Spool:
         try:
             with os.scandir(self.root / state) as entries:
                 return sorted(e.name for e in entries if valid_job(e.name) and e.is_dir(follow_symlinks=False))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # gone meanwhile, or a lone file in tmp/
             return []
         except OSError as error:
             raise from_os_error(error, "listing", self.root / state) from error
@@ -416,44 +415,3 @@ class Spool:
         if path.parent == self.root / "tmp":
             shutil.rmtree(path, ignore_errors=True)
             path.unlink(missing_ok=True) if path.is_file() or path.is_symlink() else None
-
-
-# ---------------------------------------------------------------- refusals
-
-
-def refuse_unsafe(path: Path) -> None:
-    """Refuse a directory that is missing, a link, another user's, or writable by others.
-
-    Raises:
-        NotUsable, NotPermitted, IOFailed
-    """
-    try:
-        info = os.lstat(path)
-    except FileNotFoundError:
-        raise NotUsable(f"{path}: missing; `h3spool fsck --repair` recreates the directories of a spool") from None
-    except OSError as error:
-        raise from_os_error(error, "opening", path) from error
-    if not stat.S_ISDIR(info.st_mode):
-        raise NotPermitted(f"{path}: must be a directory, not a link or a file")
-    if info.st_uid != os.geteuid():
-        raise NotPermitted(f"{path}: belongs to uid {info.st_uid}, this process is uid {os.geteuid()}")
-    if info.st_mode & 0o022:
-        raise NotPermitted(f"{path}: is writable by group or others; chmod 700 {path}")
-
-
-def _refuse_network_fs(root: Path) -> None:
-    """flock and rename do not mean the same on network filesystems; machines share work by push."""
-    device = os.stat(root).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:  # no /proc in this sandbox: nothing to go by
-        return
-    for line in mounts:
-        fields = line.split()
-        kind = fields[fields.index("-") + 1]
-        if fields[2] == wanted and _NETWORK_FS.match(kind):
-            raise NotUsable(
-                f"{root}: lies on a {kind} filesystem, where locks and renames cannot be trusted; use a local disk and "
-                "`h3spool push`, or --allow-network-fs at your own risk"
-            )

@@ -11,7 +11,8 @@ from pathlib import Path
 from h3spool import receipt
 from h3spool.errors import BadData, H3SpoolError, NotFound, TryLater, explained
 from h3spool.job import Job, fsync_path, write_file
-from h3spool.spool import DIRECTORIES, Spool, refuse_unsafe, valid_job
+from h3spool.safety import refuse_unsafe
+from h3spool.spool import DIRECTORIES, Spool, valid_job
 
 DAY_S = 86400.0
 TMP_AGE_S = DAY_S
