@@ -64,9 +64,8 @@ def story(spool: Spool, key: str) -> list[dict]:
     else:
         jobs = [(place, spool.job(place, name)) for place in spool.places() for name in spool.names(place)]
         stories = [_story(place, job) for place, job in jobs if job.peek().get("title") == key]
-    result = spool.root / "results" / key
-    if not stories and result.is_dir():
-        stories = [_story("results", Job(spool, key, result))]
+    if not stories and spool.holds("results", key):
+        stories = [_story("results", spool.job("results", key))]
     if not stories:
         raise NotFound(f"{spool.root}: no job is called {key!r}, by name or title")
     return stories

@@ -215,7 +215,7 @@ def elsewhere(spool: Spool, name: str, wanted: str) -> Outcome:
         return Outcome(name, "missing", NotFound(f"{spool.root}: has no job {name}"))
     place = found[0]
     order = ["incoming", "verified", "decoded", "done"]
-    reached = CLAIMED_FROM[place.split("/")[1].rpartition("-")[0]] if place.startswith("active/") else place
+    reached = CLAIMED_FROM.get(place.removeprefix("active/").rpartition("-")[0], place)
     if place == "failed":
         error = BadData(
             f"job {name} is in failed/; `h3spool status {name}` says why, `h3spool requeue {name}` tries again"
