@@ -140,7 +140,7 @@ class Spool:
                     raise NotPermitted(f"{root}: holds {strange[0]} already; give a new or an empty directory")
                 refuse_unsafe(root)
                 if not allow_network_fs:
-                    _refuse_network_fs(root)
+                    refuse_network_fs(root)
                 for name in DIRECTORIES:
                     (root / name).mkdir(mode=0o700, exist_ok=True)
             fresh = root / "tmp" / f"spool-{secrets.token_hex(8)}"
