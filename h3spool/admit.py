@@ -109,7 +109,7 @@ def admit(spool: Spool, run: Path, manifests: list[dict], *, min_free_bytes: int
             digest = _claimed_digest(entry)
             record = spool.seen(name)
             if record is None:
-                spool.require_space(0, min_free_bytes)
+                _require_room(spool, min_free_bytes)
                 _check_whole(spool, run / name, entry)
             whole[name] = (run / name, digest)
         except H3SpoolError as error:
@@ -125,6 +125,14 @@ def admit(spool: Spool, run: Path, manifests: list[dict], *, min_free_bytes: int
         else:
             answers[name] = {"job": name, "sha256": whole[name][1], "state": "incoming" if result else "known"}
     return [answers[str(entry.get("job"))] for entry in manifests]
+
+
+def _require_room(spool: Spool, min_free_bytes: int) -> None:
+    """A full disk here is the sender's reason to wait, not its failure."""
+    try:
+        spool.require_space(0, min_free_bytes)
+    except IOFailed as error:
+        raise TryLater(str(error)) from None
 
 
 def _refusal(name: str, error: H3SpoolError) -> dict:
@@ -143,7 +151,7 @@ def _claimed_digest(entry: dict) -> str:
     allowed = {name + suffix for suffix in (*REQUIRED, *OPTIONAL)}
     if not isinstance(files, list) or not all(isinstance(file, dict) for file in files):
         raise BadData(f"job {name}: the manifest lists no files")
-    names = [file.get("name") for file in files]
+    names = [str(file.get("name")) for file in files]
     if len(set(names)) != len(names) or not {name + suffix for suffix in REQUIRED} <= set(names) <= allowed:
         raise BadData(f"job {name}: the manifest names {names}, a job travels as {sorted(allowed)}")
     return next(str(file.get("sha256")) for file in files if file["name"] == f"{name}.h3latent")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -127,14 +128,13 @@ def admit(root: str, run: str, min_free: float) -> None:
     from h3spool import admit as receiving
     from h3spool.spool import Spool
 
-    answer = click.get_text_stream("stdout")
     try:
         spool = Spool(os.path.expanduser(root))
     except H3SpoolError as error:
         line = {"h3spool_wire": receiving.WIRE, "exit": error.exit_code, "error": str(error)}
         click.echo(json.dumps(line))
         raise
-    receiving.serve(spool, run, click.get_text_stream("stdin"), answer, min_free_bytes=int(min_free * GIB))
+    receiving.serve(spool, run, sys.stdin, sys.stdout, min_free_bytes=int(min_free * GIB))
 
 
 @click.command(hidden=True)
