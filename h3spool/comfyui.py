@@ -42,6 +42,7 @@ FOLDER = "h3spool"  # in ComfyUI's temp folder
 CLIP_FRAMES = 17  # frames fetched and unpacked at a time
 SAMPLE_RATE_HZ, SAMPLES_PER_TOKEN = 32_000, 800
 MAX_SUBMISSIONS = 3  # of one clip: a server that dies of it must not be restarted into the same death for ever
+HEARTBEAT_S = 30.0  # how often progress is told while the server works
 ABSENT_POLLS = 3  # a prompt that was sent must be missing so often in a row before it counts as lost
 # The decoding node and its VAE input, the node that saves and its input (and the name of its output in the history).
 _DECODE = {
@@ -61,7 +62,7 @@ class ComfyUI:
         video_vae: name in the server's models/vae (of a path, the last part); None takes the one of MiniMax H3 that is
             there, fp16 before int8. An int8 VAE whose picture is all black gives way to the fp16 one.
         audio_vae: likewise; it may be missing as long as no latent has sound.
-        progress: called with (clips fetched, clips in all) while the server works and after each clip.
+        progress: called with (clips fetched, clips in all), now and then while the server works and after each clip.
         poll_s: how often to look.
         patience_s: how long nothing may change on the server before it counts as hung.
         grace_s: how long it may be away (a restart) before the job is put back.
@@ -210,7 +211,7 @@ class ComfyUI:
 
     def _wait(self, prompt: _Prompt, absent_polls: int) -> dict | None:
         """The prompt's history entry, once it has one; None when it is nowhere, `absent_polls` times in a row."""
-        absent, state = 0, None
+        absent, state, told = 0, None, float("-inf")
         changed = answered = time.monotonic()
         while True:
             now = time.monotonic()
@@ -229,7 +230,9 @@ class ComfyUI:
                     state, changed = found, now
                 elif now - changed > self._patience_s:
                     self._give_up(prompt, found)
-            self._progress(0, 1)
+            if now - told >= HEARTBEAT_S:
+                told = now
+                self._progress(0, prompt.clips)
             time.sleep(self._poll_s)
 
     def _give_up(self, prompt: _Prompt, state: str | None) -> None:
@@ -335,6 +338,8 @@ class _Prompt:
 
     def __init__(self, stream: str, tensor: Tensor, vae: str):
         self.stream, self.vae = stream, vae
+        frames = latent.frame_count(tensor.shape[2]) if stream == "picture" else round(tensor.shape[3] * 24 / 40)
+        self.clips = -(-frames // CLIP_FRAMES)
         # Without the second tensor, LoadLatent takes the file for one of 2023 and scales it by 1/0.18215.
         tensors = {"latent_tensor": tensor, "latent_format_version_0": Tensor("F32", (0,), b"")}
         self.file = b"".join(container.serialize(tensors, {}))

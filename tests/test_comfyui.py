@@ -81,11 +81,14 @@ def test_nothing_is_left_on_the_server(server):
     assert {folder for folder, _, _ in server.files} == {"temp"}
 
 
-def test_progress_tells_that_the_server_is_at_work(server):
+def test_progress_tells_that_the_server_is_at_work_but_not_at_each_look(server):
+    server.steps = 20
     calls = []
-    picture(engine(server, progress=lambda done, total: calls.append((done, total))))
-    assert calls[0] == (0, 1)
-    assert calls[-2:] == [(1, 2), (2, 2)]
+    decoder = engine(server, progress=lambda done, total: calls.append((done, total)))
+    picture(decoder)
+    assert calls == [(0, 2), (1, 2), (2, 2)]
+    sound(decoder)
+    assert calls[3:] == [(0, 2)]
 
 
 # ---------------------------------------------------------------- never twice
