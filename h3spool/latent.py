@@ -246,17 +246,17 @@ def _statistics(name: str, values: np.ndarray) -> dict[str, float]:
         first = [int(axis[0]) for axis in np.nonzero(bad)]
         kinds = "NaN" if np.isnan(values[bad]).all() else "NaN or infinite"
         raise BadData(f"{int(bad.sum())} of {values.size} values of `{name}` are {kinds}, the first at {first}")
-    return {
-        "min": low,
-        "max": high,
-        "mean": round(float(values.mean(dtype=np.float64)), 6),
-        "std": round(float(values.std(dtype=np.float64)), 6),
-    }
+    flat = values.reshape(-1)
+    mean = float(flat.mean(dtype=np.float64))
+    with np.errstate(over="ignore"):  # such values are refused by their size
+        variance = float(np.dot(flat, flat)) / flat.size - mean * mean
+    return {"min": low, "max": high, "mean": round(mean, 6), "std": round(max(variance, 0.0) ** 0.5, 6)}
 
 
 def _looks_denormalised(name: str, values: np.ndarray, std: float) -> bool:
     if name == "audio":
         return std > 1.6  # published standard deviations are 1.5 to 3.3; a sampler callback's audio carries a factor 4
+    if std <= 1.3:
+        return False
     spread = values[0].reshape(VIDEO_CHANNELS, -1).std(axis=1)
-    narrow = float(spread[list(_NARROW_CHANNELS)].mean())
-    return std > 1.3 and float(spread[list(_WIDE_CHANNELS)].mean()) > 3 * narrow
+    return float(spread[list(_WIDE_CHANNELS)].mean()) > 3 * float(spread[list(_NARROW_CHANNELS)].mean())
