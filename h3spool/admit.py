@@ -24,6 +24,7 @@ from h3spool.errors import (
     BadData,
     H3SpoolError,
     IOFailed,
+    NotFound,
     NotPermitted,
     NotUsable,
     TryLater,
@@ -49,10 +50,12 @@ def manifest(job: Job) -> dict:
     files = []
     for suffix in (*REQUIRED, *OPTIONAL):
         path = job.file(suffix)
+        if suffix in REQUIRED and not path.exists():
+            raise NotFound(f"incomplete job: {path}: no such file")
         if suffix == ".h3latent":
             with explained("reading", path):
                 size, digest = os.lstat(path).st_size, job.expected_digest()
-        elif path.exists() or suffix in REQUIRED:
+        elif path.exists():
             raw = container.read_bytes(path)
             size, digest = len(raw), hashlib.sha256(raw).hexdigest()
         else:
@@ -85,14 +88,9 @@ def begin_run(spool: Spool, run: str) -> Path:
         raise BadData(f"{run!r} is not the name of a push run")
     with spool.lock("admit"):
         for entry in sorted(os.listdir(spool.root / "tmp")):
-            if entry.startswith(match[1]) and entry != run and not _named_by_seen(spool, entry):
+            if entry.startswith(match[1]) and entry != run and not spool.named_by_seen(entry):
                 spool.discard(spool.root / "tmp" / entry)
     return spool.root / "tmp" / run
-
-
-def _named_by_seen(spool: Spool, run: str) -> bool:
-    records = ((name, spool.seen(name)) for name in spool.names(f"tmp/{run}"))
-    return any(record and record["tmp"] == f"tmp/{run}/{name}" for name, record in records)
 
 
 def admit(spool: Spool, run: Path, manifests: list[dict], *, min_free_bytes: int = 0) -> list[dict]:

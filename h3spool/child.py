@@ -15,18 +15,17 @@ class Child:
     """A child process whose stderr is drained, and that dies with us."""
 
     def __init__(self, argv: list[str], *, talk: bool = False):
+        if shutil.which(argv[0]) is None:  # setpriv would report it as an exit status
+            raise Unavailable(f"{argv[0]}: not installed on this node")
         setpriv = shutil.which("setpriv")
         pipe = subprocess.PIPE if talk else subprocess.DEVNULL
-        try:
-            self.process = subprocess.Popen(
-                [*([setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []), *argv],
-                stdin=pipe,
-                stdout=pipe,
-                stderr=subprocess.PIPE,
-                env=os.environ | {"LC_ALL": "C"},
-            )
-        except FileNotFoundError:
-            raise Unavailable(f"{argv[0]}: not installed on this node") from None
+        self.process = subprocess.Popen(
+            [*([setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []), *argv],
+            stdin=pipe,
+            stdout=pipe,
+            stderr=subprocess.PIPE,
+            env=os.environ | {"LC_ALL": "C"},
+        )
         self._lines: deque[str] = deque(maxlen=50)
         self._drain = threading.Thread(target=self._read_errors, daemon=True)
         self._drain.start()

@@ -56,7 +56,8 @@ class Peer:
         Raises:
             BadData: a host or remote path with characters that a remote shell could take for something else.
         """
-        head, colon, tail = text.partition(":") if not text.startswith("[") else _split_ipv6(text)
+        bracketed = re.match(r"([^/:]*\[[^]/]*\])(:)(.*)", text, re.DOTALL)
+        head, colon, tail = bracketed.groups() if bracketed else text.partition(":")
         if not colon or "/" in head:
             return cls(None, text)
         if not _HOST.fullmatch(head):
@@ -72,17 +73,13 @@ class Peer:
         return self.path if self.host is None else f"{self.host}:{self.path}"
 
 
-def _split_ipv6(text: str) -> tuple[str, str, str]:
-    head, bracket, rest = text.partition("]:")
-    return head + "]", bracket and ":", rest
-
-
 class LocalLink:
-    """A peer spool on this machine: the same hand-over, by copying."""
+    """A peer spool on this machine: the same hand-over, by copying. `uuid` is that spool's."""
 
     def __init__(self, peer: Peer, *, min_free_bytes: int):
         self.peer, self._min_free_bytes = peer, min_free_bytes
         self._spool = Spool(peer.path)
+        self.uuid: str | None = self._spool.uuid
         self._run, self._jobs, self._greeting = Path(), [], {}
 
     def start(self, run: str, jobs: list[Job]) -> None:
@@ -110,7 +107,7 @@ class LocalLink:
 
     def end_run(self) -> None:
         """Clear away what was not admitted."""
-        self._spool.discard(self._run)
+        self._spool.discard_unpublished(self._run)
 
     def results(self) -> list[dict]:
         """What the peer has finished: one {job, sha256, size} a job."""
@@ -137,6 +134,9 @@ class SshLink:
         remote_command: how h3spool is called there.
         bwlimit: rsync's --bwlimit (KiB/s, or with a unit), or None.
 
+    Attributes:
+        uuid: the peer's spool, None until it has greeted.
+
     Raises:
         BadData: `remote_command` has characters that a shell would interpret.
     """
@@ -146,6 +146,7 @@ class SshLink:
             raise BadData(f"--remote-command {remote_command!r}: letters, digits, spaces and ._~/+@=,- only")
         self.peer, self._remote_command, self._bwlimit = peer, remote_command, bwlimit
         self._folder = Path(tempfile.mkdtemp(prefix="h3spool-", dir="/tmp"))  # a control path has room for 100 bytes
+        self.uuid: str | None = None
         self._master: Child | None = None
         self._admit: Child | None = None
         self._rsync: Child | None = None
@@ -229,6 +230,7 @@ class SshLink:
             )
         if "error" in facts:
             raise _CLASS_OF.get(facts.get("exit"), IOFailed)(f"{self.peer.host}: {facts['error']}")
+        self.uuid = facts["uuid"]
         return facts
 
     def sent(self) -> None:

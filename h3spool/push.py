@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from h3spool import admit, receipt
-from h3spool.errors import ERRORS, BadData, H3SpoolError, IOFailed, NotUsable, TryLater
+from h3spool.errors import ERRORS, BadData, H3SpoolError, IOFailed, NotFound, NotUsable, TryLater
 from h3spool.job import Job, Outcome
 from h3spool.link import LocalLink, SshLink
 from h3spool.spool import FSYNC_THREADS, Slot, Spool
@@ -33,7 +33,7 @@ def push(spool: Spool, link: LocalLink | SshLink, names: Iterable[str] = ()) -> 
         raise NotUsable(f"{spool.root}: is a decoder's spool; push belongs to a sampler's")
     spool.empty_slots("push")
     asked = list(names)
-    waiting = asked or spool.names("verified")
+    waiting = asked or [name for name in spool.names("verified") if _may_go(spool.job("verified", name), link.uuid)]
     if not waiting:
         return
     slot = spool.take_slot("push")
@@ -42,9 +42,19 @@ def push(spool: Spool, link: LocalLink | SshLink, names: Iterable[str] = ()) -> 
             jobs, waiting, missed = _claim(slot, waiting)
             yield from (elsewhere(spool, name, "verified") for name in missed if asked)
             if jobs:
-                yield from _Run(slot, link, jobs).outcomes()
+                outcomes = _Run(slot, link, jobs).outcomes()
+                yield from (outcome for outcome in outcomes if asked or not isinstance(outcome.error, _BoundElsewhere))
     finally:
         slot.release()
+
+
+class _BoundElsewhere(TryLater):
+    """The job goes to another spool only; nobody is told unless he asked for this job."""
+
+
+def _may_go(job: Job, uuid: str | None) -> bool:
+    """Whether a job may be told to the spool with this uuid (None: not known yet)."""
+    return uuid is None or job.state().get("peer", uuid) == uuid
 
 
 def _claim(slot: Slot, names: list[str]) -> tuple[list[Job], list[str], list[str]]:
@@ -73,13 +83,28 @@ class _Run:
 
     def outcomes(self) -> list[Outcome]:
         """Do the run. Whatever happens, each job is settled or put back."""
+        reasons: dict[str, BaseException | None] = {}
         try:
-            return self._hand_over()
+            outcomes = self._hand_over()
+            reasons = {outcome.job: outcome.error for outcome in outcomes}
+            return outcomes
+        except BaseException as error:
+            reasons = dict.fromkeys(self.held, error)
+            raise
         finally:
             self.link.end_run()
-            for job in self.held.values():
+            for job in list(self.held.values()):
                 if job.path.exists():  # a death of the disk between rename and fsync leaves it in done/
-                    self.slot.put_back(job)
+                    self._put_back(job, reasons.get(job.name))
+
+    def _put_back(self, job: Job, reason: BaseException | None) -> None:
+        try:
+            account = job.receipt()
+            receipt.close(account, "push", receipt.PUT_BACK, **({"error": str(reason)} if reason else {}))
+            job.write_receipt(account)
+        except H3SpoolError:
+            pass  # a full disk must not keep the job in the slot
+        self.slot.put_back(self.held.pop(job.name))
 
     def _hand_over(self) -> list[Outcome]:
         manifests, outcomes = self._prepare()
@@ -87,7 +112,7 @@ class _Run:
             return outcomes
         self.link.start(self.name, list(self.held.values()))
         greeting = self.link.greeting()
-        self._leave_others(greeting["uuid"])
+        outcomes += self._leave_others(greeting["uuid"])
         self._require_room(greeting)
         jobs, failure = list(self.held.values()), None
         with ThreadPoolExecutor(FSYNC_THREADS) as pool:  # while rsync sends
@@ -105,21 +130,34 @@ class _Run:
         manifests, outcomes = {}, []
         for job in list(self.held.values()):
             account = job.receipt()
-            receipt.close(account, "push", receipt.PUT_BACK)
             opened = receipt.event("push", self.spool.node, self.start, receipt.OPEN, peer=str(self.link.peer))
+            before = account["events"][-1] if account["events"] else {}
+            if before.get("step") == "push" and before["outcome"] in (receipt.OPEN, receipt.PUT_BACK):
+                account["events"].pop()  # one event a push, however long the peer is away
+                opened["attempt"] = before.get("attempt", 1) + 1
             account["events"].append(opened)
             job.write_receipt(account)
             try:
                 manifests[job.name] = admit.manifest(job)
-            except BadData as error:
-                outcomes.append(self._fail(job, error))
+            except (BadData, NotFound) as error:
+                outcomes.append(self._fail(job, BadData(str(error))))
         return manifests, outcomes
 
-    def _leave_others(self, uuid: str) -> None:
+    def _leave_others(self, uuid: str) -> list[Outcome]:
         """Put back what is bound to another spool; it is not named to this one."""
+        outcomes = []
         for name, job in list(self.held.items()):
-            if job.state().get("peer", uuid) != uuid:
+            if not _may_go(job, uuid):
+                why = (
+                    f"job {name} is bound to the spool {job.state()['peer']}, which was told of it first; "
+                    f"{self.link.peer} is {uuid}. Push it there, or `h3spool requeue --any-peer {name}` unbinds it"
+                )
+                outcomes.append(Outcome(name, "verified", _BoundElsewhere(why)))
+                account = job.receipt()
+                account["events"].pop()
+                job.write_receipt(account)
                 self.slot.put_back(self.held.pop(name))
+        return outcomes
 
     def _require_room(self, greeting: dict) -> None:
         need = sum(job.latent.stat().st_size for job in self.held.values() if job.latent.exists())
