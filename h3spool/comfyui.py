@@ -5,8 +5,8 @@ Two graphs of core nodes, one for the picture and one for the sound:
     LoadLatent + VAELoader -> VAEDecode          -> PreviewImage    PNG of 8 bit (ComfyUI truncates, it does not round)
     LoadLatent + VAELoader -> LTXVAudioVAEDecode -> PreviewAudio    FLAC of 16 bit; the level is left as it is
 
-Uploads and results lie in ComfyUI's temp folder, which it empties at every start. When a stream has been fetched, its
-files are overwritten with nothing (the API cannot delete them) and its history entry is removed.
+Uploads and results lie in ComfyUI's temp folder, which it empties at every start. When a clip has been fetched, its
+files are overwritten with nothing (the API cannot delete them) and its history entries are removed.
 
 The prompt id is a hash of the latent and the VAE, so whoever asks for the same decode again finds the one that waits,
 runs or is finished: no crash on either side decodes a clip twice. `/history` is the truth: the websocket falls silent,
@@ -90,6 +90,7 @@ class ComfyUI:
         self._server = server
         self._ffmpeg, self._progress = ffmpeg, progress
         self._poll_s, self._patience_s, self._grace_s = poll_s, patience_s, grace_s
+        self._fetched: list[tuple[_Prompt, list[dict]]] = []
         stats = server.json("GET", "/system_stats")
         if missing := [name for name in NODES if server.node(name) is None]:
             raise NotUsable(f"{server.url} lacks the core nodes {', '.join(missing)}; update ComfyUI (0.33 or newer)")
@@ -150,7 +151,9 @@ class ComfyUI:
             self._clean(prompt, files)
             report["fallbacks"].append({"clip": 0, "from": vae, "to": spare})
         yield from self._pictures(files[: latent.frame_count(tokens)], size, report)
-        self._clean(prompt, files)
+        for done in [*self._fetched, (prompt, files)]:
+            self._clean(*done)
+        self._fetched.clear()
 
     def sound(self, audio: np.ndarray, report: dict) -> Iterator[np.ndarray]:
         """Decode the sound.
@@ -180,7 +183,7 @@ class ComfyUI:
         argv = ["-f", "flac", "-i", "-", "-f", "f32le", "-"]
         yield self._unpacked(flac, argv, "<f4", (SAMPLES_PER_TOKEN * audio.shape[3], 2)).T
         report["chunks"] = 1
-        self._clean(prompt, files)
+        self._fetched.append((prompt, files))  # kept until the picture is here: a kill before that must not cost it
 
     # ------------------------------------------------------------ one prompt
 

@@ -73,8 +73,8 @@ def test_a_still_is_sent_as_two_tokens_and_frame_0_is_kept(server):
 
 def test_nothing_is_left_on_the_server(server):
     decoder = engine(server)
-    picture(decoder)
     sound(decoder)
+    picture(decoder)
     assert len(server.files) == 22 + 1 + 2
     assert not any(server.files.values())
     assert server.history == {}
@@ -132,6 +132,18 @@ def test_a_clip_that_is_finished_already_is_fetched(server):
     assert np.array_equal(frames, frames_of(VIDEO, FP16))
     assert report["submissions"] == 0
     assert len(server.decoded) == 1
+
+
+def test_a_kill_before_the_picture_is_here_does_not_cost_the_sound(server):
+    sound(engine(server))
+    kill_at_work(server)
+    decoder = engine(server)
+    samples, report = sound(decoder)
+    assert np.array_equal(samples, sound_of(AUDIO))
+    assert report["submissions"] == 0
+    picture(decoder)
+    assert len(server.decoded) == 2
+    assert not any(server.files.values())
 
 
 def test_a_success_whose_files_are_gone_is_decoded_again(server):
