@@ -13,6 +13,7 @@ import secrets
 import stat
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from h3spool import container, receipt
@@ -103,7 +104,7 @@ class _Pair:
                 return self._quarantine(folder, digest, start, BadData(f"{self.latent.name}: {reason}"), before)
             return self._publish(folder, digest, start, before)
         finally:
-            self.spool.discard(folder)
+            self.spool.discard_unpublished(folder)
 
     def _publish(self, folder: Path, digest: str, start: str, before: tuple) -> Outcome | None:
         job = self._job(folder, job_name(self.stem, digest), digest)
@@ -155,12 +156,23 @@ class _Pair:
             raise TryLater(f"{self.latent}: is being replaced") from None
 
     def _unlink(self, before: tuple) -> None:
-        """Remove the pair, latent first, as long as the names lead to what was hashed."""
+        """Remove the pair, latent first, as long as the names lead to what was hashed.
+
+        Looking and unlinking are two steps, between which another latent may be dropped: so a file is taken into tmp/
+        first, looked at there, and given back where it is another one.
+        """
         for path, identity in zip((self.latent, self.sidecar), before, strict=True):
             if _identity(path) != identity:
                 return
-            with explained("removing", path):
-                path.unlink(missing_ok=True)
+            taken = self.spool.tmp_path("taken")
+            with explained("removing", path), suppress(FileNotFoundError):
+                os.rename(path, taken)
+                if _identity(taken) != identity:
+                    with suppress(FileExistsError):  # replaced once more: that one counts
+                        os.link(taken, path)
+                    taken.unlink()
+                    return
+                taken.unlink()
 
 
 def _identity(path: Path) -> Identity | None:

@@ -19,7 +19,7 @@ import socket
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -410,8 +410,23 @@ class Spool:
         with self.lock("admit"):
             return self._finish(waiting)
 
+    def named_by_seen(self, entry: str) -> bool:
+        """Whether tmp/ENTRY holds a job that seen/ names: it has been accepted, and only its rename is missing."""
+        records = ((name, self.seen(name)) for name in self.names(f"tmp/{entry}"))
+        return any(record and record["tmp"] == f"tmp/{entry}/{name}" for name, record in records)
+
+    def discard_unpublished(self, path: Path) -> None:
+        """`discard` a directory of jobs that were to be published once; what seen/ names is finished, not deleted."""
+        try:
+            with self.lock("admit"):
+                if not self.named_by_seen(path.name):
+                    self.discard(path)
+        except H3SpoolError:
+            pass  # seen/ cannot be read now: `verify` or `gc` gets it
+
     def discard(self, path: Path) -> None:
         """Delete something in tmp/, as far as it can be; `gc` gets the rest."""
         if path.parent == self.root / "tmp":
             shutil.rmtree(path, ignore_errors=True)
-            path.unlink(missing_ok=True) if path.is_file() or path.is_symlink() else None
+            with suppress(OSError):
+                path.unlink(missing_ok=True) if path.is_file() or path.is_symlink() else None

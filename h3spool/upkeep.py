@@ -126,17 +126,12 @@ def _gc_tmp(spool: Spool, dry_run: bool) -> Iterator[tuple[Path, int]]:
     for entry in sorted(os.listdir(spool.root / "tmp")):
         path = spool.root / "tmp" / entry
         with spool.lock("admit"):
-            if time.time() - _newest_ctime(path) < TMP_AGE_S or _named_by_seen(spool, entry):
+            if time.time() - _newest_ctime(path) < TMP_AGE_S or spool.named_by_seen(entry):
                 continue
             size = _size(path)
             if not dry_run:
                 spool.discard(path)
         yield path, size
-
-
-def _named_by_seen(spool: Spool, entry: str) -> bool:
-    records = ((name, spool.seen(name)) for name in spool.names(f"tmp/{entry}"))
-    return any(record and record["tmp"] == f"tmp/{entry}/{name}" for name, record in records)
 
 
 def _gc_pass(spool: Spool, limits: Limits, place: str, pick: object, dry_run: bool) -> Iterator[tuple[Path, int]]:
@@ -189,10 +184,10 @@ def _remove(spool: Spool, path: Path) -> None:
 
 
 def _touch_seen(spool: Spool, name: str) -> None:
-    try:
-        os.utime(spool.root / "seen" / name)
-    except FileNotFoundError:
-        pass  # an exported job has no record
+    path = spool.root / "seen" / name
+    if path.exists():  # an exported job has no record
+        with explained("touching", path):
+            os.utime(path)
 
 
 def _gc_seen(spool: Spool) -> None:
@@ -204,7 +199,8 @@ def _gc_seen(spool: Spool) -> None:
             if spool.find(entry.name) or ((record := spool.seen(entry.name)) and (spool.root / record["tmp"]).exists()):
                 _touch_seen(spool, entry.name)
             elif time.time() - entry.stat(follow_symlinks=False).st_mtime > SEEN_AGE_S:
-                os.unlink(entry.path)
+                with explained("forgetting", entry.path):
+                    os.unlink(entry.path)
 
 
 def _age_key(path: Path) -> float:
