@@ -86,7 +86,7 @@ def export(
         else:
             _publish_source(job, source[1])
     finally:
-        store.discard(folder)
+        store.discard_unpublished(folder)
     return name
 
 
@@ -158,14 +158,17 @@ def _verify_one(job: Job) -> Outcome:
     try:
         _check_files(job)
         clip, digest, statistics, warnings = checked_latent(job)
+    except (BadData, NotPermitted) as error:
+        return quarantine(job, "verify", start, error)
+    except H3SpoolError as error:
+        return Outcome(job.name, "incoming", error)
+    try:
         facts = {"latent": latent_facts(clip, digest, statistics), "title": clip.metadata.get("title", "")}
         job.record(receipt.event("verify", job.spool.node, start, warnings=warnings), **facts)
         if job.state().get("attempts"):
             job.set_state(attempts=None)
         job.spool.promote(job, "verified")
-    except (BadData, NotPermitted) as error:
-        return quarantine(job, "verify", start, error)
-    except H3SpoolError as error:
+    except H3SpoolError as error:  # of this machine, not of the job
         return Outcome(job.name, "incoming", error)
     return Outcome(job.name, "verified")
 

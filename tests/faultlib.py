@@ -68,7 +68,7 @@ def picks(points: int, wanted: int) -> list[int]:
     """Which of so many points to try: all in the full suite, else `wanted` of them, spread, with the last."""
     if FULL or points <= wanted:
         return list(range(points))
-    return sorted({round(i * (points - 1) / (wanted - 1)) for i in range(wanted)})
+    return sorted({round(i * (points - 1) / max(wanted - 1, 1)) for i in range(wanted)})
 
 
 def say(text: str) -> None:
@@ -500,8 +500,10 @@ def when(call: str, pattern: str, action: object = KILL, *, nth: int = 1) -> Cal
 
     def decide(_index: int, point: Point) -> object:
         nonlocal count
-        count += point.call == call and re.search(pattern, " -> ".join(point.paths)) is not None
-        return action if count == nth and point.call == call else None
+        if point.call != call or not re.search(pattern, " -> ".join(point.paths)):
+            return None
+        count += 1
+        return action if count == nth else None
 
     return decide
 
