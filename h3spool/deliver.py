@@ -34,7 +34,7 @@ def deliver(job: Job, mp4: Path, digest: str, folder: Path, title: str) -> Path:
     """Put a hard link to (or a copy of) the MP4 into `folder`.
 
     The path goes into the receipt before the file is placed: an attempt repeated after a death replaces the file that
-    the first one placed, which it knows by its hash, and no other.
+    the first one placed there, which it knows by its hash, and no other.
 
     Args:
         digest: SHA-256 of the MP4.
@@ -42,17 +42,17 @@ def deliver(job: Job, mp4: Path, digest: str, folder: Path, title: str) -> Path:
     Raises:
         IOFailed, NotPermitted
     """
+    folder = Path(os.path.abspath(folder))
     with explained("delivering to", folder):
         folder.mkdir(parents=True, exist_ok=True)
         fresh = folder / f".h3spool-{secrets.token_hex(8)}.part"
         try:
             _link_or_copy(mp4, fresh)
-            placed = job.receipt().get("delivered") or {}
-            ours = {placed.get("sha256"), placed.get("replaces")} - {None}
-            if (found := _digest(placed.get("path"))) in ours:
-                _note(job, Path(placed["path"]), digest, replaces=found)
-                os.rename(fresh, placed["path"])
-                return Path(placed["path"])
+            if (before := _placed_before(job, folder)) is not None:
+                target, found = before
+                _note(job, target, digest, replaces=found)
+                os.rename(fresh, target)
+                return target
             stem = safe_stem(title, job.name)
             for number in range(1, 10_000):
                 target = folder / file_name(stem, number)
@@ -76,11 +76,17 @@ def _note(job: Job, path: Path, digest: str, **facts: str) -> None:
     job.write_receipt(account, durable=True)
 
 
-def _digest(path: str | None) -> str:
+def _placed_before(job: Job, folder: Path) -> tuple[Path, str] | None:
+    """What an earlier attempt placed in this folder, and its hash; a receipt may come from afar, and says no more."""
+    placed = job.receipt().get("delivered")
+    if not isinstance(placed, dict) or not isinstance(placed.get("path"), str):
+        return None
+    path = Path(placed["path"])
     try:
-        return container.hash_file(path) if path else ""
-    except OSError:
-        return ""
+        found = container.hash_file(path) if path.parent == folder else None
+    except OSError:  # moved away, or another kind of file now
+        return None
+    return (path, found) if found and found in (placed.get("sha256"), placed.get("replaces")) else None
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
