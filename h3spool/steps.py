@@ -66,7 +66,11 @@ def export(
     clip = latent.build(video, audio, facts)
     statistics, warnings = latent.check(clip)
     pieces = latent.serialize(clip)
-    store.require_space(sum(map(len, pieces)), min_free_bytes)
+    try:
+        note = receipt.dump(dict(producer)) if producer else b""
+    except (TypeError, ValueError) as error:
+        raise BadData(f"producer must be made of what JSON knows: {error}") from None
+    store.require_space(sum(map(len, [*pieces, note])), min_free_bytes)
 
     name = store.new_job_name() if source is None else job_name(*source)
     folder = store.tmp_dir("export")
@@ -76,8 +80,8 @@ def export(
             job.path.mkdir(mode=0o700)
         digest = write_file(job.latent, pieces)
         write_file(job.file(".h3latent.sha256"), [container.sidecar_text(digest, job.latent.name)])
-        if producer:
-            job.write(f"{name}.producer.json", receipt.dump(dict(producer)))
+        if note:
+            job.write(f"{name}.producer.json", note)
         account = receipt.begin(name, title or "", latent_facts(clip, digest, statistics), sampling_facts(clip))
         account["events"].append(receipt.event("export", store.node, start, warnings=warnings))
         job.write_receipt(account)
