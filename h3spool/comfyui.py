@@ -198,7 +198,7 @@ class ComfyUI:
                     took = round(time.monotonic() - start, 3)
                     report |= {"seconds": took, "prompt_id": prompt.id, "submissions": submissions}
                     return files
-                self._forget(prompt)
+                self._forget(prompt, entry, [])
                 if submissions:  # what failed before we came is of an earlier try
                     freed = self._explain(entry, freed)
             if submissions == MAX_SUBMISSIONS:
@@ -279,17 +279,18 @@ class ComfyUI:
         time.sleep(2 * self._poll_s)  # it frees when its worker next looks up; a prompt sent at once would run first
         return True
 
-    def _forget(self, prompt: _Prompt) -> None:
+    def _forget(self, prompt: _Prompt, entry: dict, files: list[dict]) -> None:
+        """Empty a prompt's files on the server, and remove it from the history."""
+        for file in [*files, *prompt.uploads(entry)]:
+            if file.get("type") == TEMP:
+                self._server.upload(str(file["filename"]), b"", str(file.get("subfolder", "")), overwrite=True)
         self._server.json("POST", "/history", {"delete": [prompt.id]})
 
     def _clean(self, prompt: _Prompt, files: list[dict]) -> None:
-        """Empty the files of a decode on the server; what cannot be emptied is gone at ComfyUI's next start anyway."""
+        """Forget a decode that has been fetched; what cannot be emptied is gone at ComfyUI's next start anyway."""
         try:
             entry = self._server.locate(prompt.id)
-            for file in [*files, *prompt.uploads(entry if isinstance(entry, dict) else {})]:
-                if file.get("type") == TEMP:
-                    self._server.upload(str(file["filename"]), b"", str(file.get("subfolder", "")), overwrite=True)
-            self._forget(prompt)
+            self._forget(prompt, entry if isinstance(entry, dict) else {}, files)
         except (TryLater, NotUsable, NotPermitted):
             pass
 

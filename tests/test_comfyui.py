@@ -250,6 +250,7 @@ def test_an_interrupted_decode_is_put_back_and_begins_anew(server):
     server.outcomes = ["interrupted"]
     with pytest.raises(TryLater, match="interrupted"):
         picture(engine(server))
+    assert list(server.files.values()) == [b""]  # the upload
     assert picture(engine(server))[1]["submissions"] == 1
 
 
