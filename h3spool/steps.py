@@ -277,6 +277,7 @@ def _attempt(slot: Slot, job: Job, act: Callable[[Job, int], str]) -> Outcome:
     try:
         job.set_state(attempts=before + 1)
         state = act(job, before + 1)
+        job.set_state(attempts=None)  # the next step counts its own
         slot.spool.publish(job, state)
     except BadData as error:
         return quarantine(job, slot.step, start, error, attempt=before + 1)
