@@ -101,17 +101,14 @@ def admit(spool: Spool, run: Path, manifests: list[dict], *, min_free_bytes: int
     """
     answers: dict[str, dict] = {}
     whole: dict[str, tuple[Path, str]] = {}
-    for entry in manifests:
+    with ThreadPoolExecutor(FSYNC_THREADS) as pool:  # hashing leaves the interpreter alone
+        checked = list(pool.map(lambda entry: _checked(spool, run, entry, min_free_bytes), manifests))
+    for entry, result in zip(manifests, checked, strict=True):
         name = str(entry.get("job"))
-        try:
-            digest = _claimed_digest(entry)
-            record = spool.seen(name)
-            if record is None:
-                _require_room(spool, min_free_bytes)
-                _check_whole(spool, run / name, entry)
-            whole[name] = (run / name, digest)
-        except H3SpoolError as error:
-            answers[name] = _refusal(name, error)
+        if isinstance(result, H3SpoolError):
+            answers[name] = _refusal(name, result)
+        else:
+            whole[name] = (run / name, result)
     try:
         _make_durable(spool, run, [held for held, _ in whole.values() if held.is_dir()])
         published = spool.publish_once(whole)
@@ -123,6 +120,18 @@ def admit(spool: Spool, run: Path, manifests: list[dict], *, min_free_bytes: int
         else:
             answers[name] = {"job": name, "sha256": whole[name][1], "state": "incoming" if result else "known"}
     return [answers[str(entry.get("job"))] for entry in manifests]
+
+
+def _checked(spool: Spool, run: Path, entry: dict, min_free_bytes: int) -> str | H3SpoolError:
+    """The SHA-256 of a job that is whole or was published before, or why it is refused."""
+    try:
+        digest = _claimed_digest(entry)
+        if spool.seen(entry["job"]) is None:
+            _require_room(spool, min_free_bytes)
+            _check_whole(spool, run / entry["job"], entry)
+        return digest
+    except H3SpoolError as error:
+        return error
 
 
 def _require_room(spool: Spool, min_free_bytes: int) -> None:

@@ -373,8 +373,9 @@ class Spool:
         if not records:
             return
         folder = self.tmp_dir("seen")
-        for name, record in records.items():
-            write_file(folder / name, [json.dumps(record).encode()])
+        with ThreadPoolExecutor(FSYNC_THREADS) as pool:
+            list(pool.map(lambda name: write_file(folder / name, [json.dumps(records[name]).encode()]), records))
+        for name in records:
             with explained("remembering", self.root / "seen" / name):
                 os.link(folder / name, self.root / "seen" / name)
         fsync_path(self.root / "seen")
