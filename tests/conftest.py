@@ -158,6 +158,15 @@ def cli(monkeypatch, capfd):
     return run
 
 
+def fake_ffmpeg(path: Path, body: str) -> Path:
+    """A shell script in the place of ffmpeg that tells its version and then does `body`."""
+    from h3spool import media
+
+    path.write_text(f'#!/bin/sh\n[ "$1" = -version ] && exec {media.ffmpeg_exe()} -version\n{body}\n')
+    path.chmod(0o755)
+    return path
+
+
 # ---------------------------------------------------------------- tiny checkpoints
 
 

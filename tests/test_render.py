@@ -6,7 +6,7 @@ import os
 
 import numpy as np
 import pytest
-from conftest import clip_bytes, make_clip, places_of, put, receipt_of
+from conftest import clip_bytes, fake_ffmpeg, make_clip, places_of, put, receipt_of
 
 from h3spool import media, render, steps
 from h3spool.errors import BadData, IOFailed, NotFound, TryLater, Unavailable
@@ -211,12 +211,6 @@ def test_try_later_puts_back_as_it_was(decoder):
 # ---------------------------------------------------------------- ffmpeg
 
 
-def program(path, body: str) -> str:
-    path.write_text(f'#!/bin/sh\n[ "$1" = -version ] && exec {FFMPEG} -version\n{body}\n')
-    path.chmod(0o755)
-    return str(path)
-
-
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -227,7 +221,7 @@ def program(path, body: str) -> str:
 )
 def test_an_ffmpeg_that_fails_puts_back_with_its_last_lines(decoder, tmp_path, body, words):
     name = put(decoder, "verified")
-    assert decode(decoder, Engine(), ffmpeg=program(tmp_path / "ffmpeg", body)) == {name: ("verified", 74)}
+    assert decode(decoder, Engine(), ffmpeg=str(fake_ffmpeg(tmp_path / "ffmpeg", body))) == {name: ("verified", 74)}
     event = receipt_of(decoder, name)["events"][-1]
     assert (event["outcome"], event["attempt"]) == ("put-back", 1)
     assert words in event["error"]

@@ -31,7 +31,7 @@ def main() -> None:
     except Interrupted as error:
         note(f"h3spool: {error}; nothing is lost")
         code = error.exit_code
-    except BrokenPipeError:  # the reader of stdout went away
+    except (BrokenPipeError, SystemExit):  # the reader of stdout went away, which click ends with sys.exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = 0
     except H3SpoolError as error:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import click
 
-from h3spool.errors import batch_exit_code
+from h3spool.errors import H3SpoolError, batch_exit_code
 
 
 def note(text: str) -> None:
@@ -47,8 +47,12 @@ class Batch:
 
     def run(self, outcomes: Iterable[object]) -> None:
         """Show all outcomes, then exit with the batch's code."""
-        for outcome in outcomes:
-            self.show(outcome)
+        try:
+            for outcome in outcomes:
+                self.show(outcome)
+        except H3SpoolError as error:  # it concerns every job; what befell the ones before counts too
+            note(f"h3spool: {error}")
+            self._codes.add(error.exit_code)
         click.get_current_context().exit(batch_exit_code(self._codes))
 
 
