@@ -68,7 +68,9 @@ def picks(points: int, wanted: int) -> list[int]:
     """Which of so many points to try: all in the full suite, else `wanted` of them, spread, with the last."""
     if FULL or points <= wanted:
         return list(range(points))
-    return sorted({round(i * (points - 1) / max(wanted - 1, 1)) for i in range(wanted)})
+    if wanted == 1:
+        return [points // 2]
+    return sorted({round(i * (points - 1) / (wanted - 1)) for i in range(wanted)})
 
 
 def say(text: str) -> None:
