@@ -6,6 +6,8 @@ encodes this one.
 """
 
 import contextlib
+import math
+import os
 import queue
 import resource
 import threading
@@ -20,8 +22,13 @@ from torch import Tensor
 from h3spool.errors import BadData, NotUsable, Unavailable
 from h3spool.vae import tiling, video, weights
 
+# Read by PyTorch at its first allocation: most memory here is buffers of 15-240 MB, fresh in every block, and faulting
+# one in by 4 KiB pages takes longer than casting a weight into it (measured: 92 ms for 134 MB, 28 ms by huge pages).
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
 PRECISIONS = ("auto", "int8", "fp16", "bf16", "fp32")
 SEAMS = ("composited", "official")
+ROWS_CPU, ROWS_CUDA = 3600, 14400  # tokens per product, two and eight full tiles: more was not faster
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 RUNGS = {"fp16": ("fp16", "fp32"), "bf16": ("bf16", "fp32"), "fp32": ("fp32",)}  # what a broken clip is redone in
 
@@ -60,8 +67,9 @@ class Decoder:
         self._precision = _precision(precision, self._device)
         self._seams, self._progress = seams, progress
         self._video, video_facts = weights.load_video(video_vae, DTYPES[self._precision], self._device)
+        self._width = video_facts["width"]
         self._audio, audio_facts = weights.load_audio(audio_vae, self._device) if audio_vae else (None, None)
-        self._batch = 8 if self._device.type == "cuda" else 2
+        self._most = 64  # tiles per call, halved when memory runs out
         self.facts = {
             "engine": "native",
             "precision": self._precision,
@@ -138,15 +146,25 @@ class Decoder:
     def _raw(self, z: Tensor, dtype: torch.dtype) -> Tensor:
         """Decode z [24, 7, H, W] to raw pixels; out of memory halves the tile batch, for later clips too."""
         tiles = tiling.cut(self._video.denormalise(z.to(self._device)))
+        batch = min(self._most, self._fitting(math.prod(tiles.shape[2:]), dtype))
         while True:
             try:
-                return tiling.stitch(self._video(tiles, dtype, self._batch), *z.shape[2:], self._seams)
+                return tiling.stitch(self._video(tiles, dtype, batch), *z.shape[2:], self._seams)
             except RuntimeError as e:
                 if not _out_of_memory(e):
                     raise
-                if self._batch == 1:
+                if batch == 1:
                     raise Unavailable(f"not enough memory on {self._device} to decode one tile: {e}") from e
-            self._batch //= 2
+            batch = self._most = batch // 2
+
+    def _fitting(self, tokens: int, dtype: torch.dtype) -> int:
+        """Tiles of `tokens` that a block takes at once: as many as are of use, within half of the free memory."""
+        cuda = self._device.type == "cuda"
+        free = torch.cuda.mem_get_info(self._device)[0] if cuda else _available_bytes()
+        # widest: the gated product (12 D), or qkv with float32 q and k; 16 D covers both with what lies around them
+        each = tokens * self._width * max(16 * dtype.itemsize, 32)
+        useful = -(-(ROWS_CUDA if cuda else ROWS_CPU) // tokens)
+        return max(1, min(useful, free // 2 // each))
 
     def _waves(self, z: Tensor, report: dict) -> Iterator[np.ndarray]:
         # cuDNN would run float32 convolutions in TF32
@@ -230,12 +248,9 @@ def _device(name: str) -> torch.device:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{device} {torch.cuda.get_device_name(device)}"
-    models = [line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")]
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"cpu {models[0]}" if models else "cpu"
-
-
-def _cpuinfo() -> list[str]:
-    return Path("/proc/cpuinfo").read_text().splitlines()
 
 
 def _precision(asked: str, device: torch.device) -> str:
@@ -245,12 +260,17 @@ def _precision(asked: str, device: torch.device) -> str:
         return asked
     if device.type == "cuda":
         return "fp16"
-    flags = next((line.split() for line in _cpuinfo() if line.startswith("flags")), [])
-    return "bf16" if {"avx512_bf16", "amx_bf16"} & set(flags) else "fp32"
+    return "bf16" if video.has_bfloat16() else "fp32"
 
 
 def _out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.cuda.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _available_bytes() -> int:
+    """Memory that can be had without swapping, as the kernel estimates it."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
 
 
 def _peak_bytes(device: torch.device) -> int:

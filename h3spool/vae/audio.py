@@ -17,7 +17,7 @@ SAMPLE_RATE_HZ = 32000
 RATES, KERNELS = (5, 5, 2, 2, 2, 2, 2), (9, 9, 4, 4, 4, 4, 4)  # of the upsampling convolutions
 RES_KERNELS, DILATIONS = (3, 7, 11), (1, 3, 5)  # of the residual blocks
 TAPS, CUTOFF, BETA = 12, 0.25, 4.6638  # of the resampling filter: Kaiser-windowed sinc
-CHUNK, CONTEXT = 80, 24  # latents; one latent reaches 23.7 latents far, so 24 of context make chunks exact
+CHUNK, CONTEXT = 240, 24  # latents (6 s); one latent reaches 23.7 latents far, so 24 of context make chunks exact
 
 LATENTS_MEAN = (
     -0.020211687488382354, 0.3876466479950502, -0.04398279799186767, -0.28591514936373,
@@ -59,8 +59,8 @@ class SnakeBeta(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, C, n] -> x + sin(e^alpha x)^2 / e^beta."""
-        wave = torch.sin(x * self.alpha.exp()[:, None]).square_()
-        return x + wave * (self.beta.exp() + 1e-9).reciprocal()[:, None]
+        wave = (x * self.alpha.exp()[:, None]).sin_().square_()
+        return wave.mul_((self.beta.exp() + 1e-9).reciprocal()[:, None]).add_(x)
 
 
 class Activation(nn.Module):
@@ -94,7 +94,7 @@ class ResidualBlock(nn.Module):
         """x: [B, C, n] -> the same shape."""
         for p, (first, second) in enumerate(zip(self.convs1, self.convs2, strict=True)):
             y = first(self.activations[2 * p](x, taps))
-            x = x + second(self.activations[2 * p + 1](y, taps))
+            x = second(self.activations[2 * p + 1](y, taps)).add_(x)
         return x
 
 
@@ -139,7 +139,7 @@ class AudioDecoder(nn.Module):
         self.register_buffer("latents_std", torch.empty(CHANNELS))
 
     def forward(self, z: Tensor) -> Iterator[Tensor]:
-        """Decode in chunks of 80 latents (2 s), so that memory does not depend on the length.
+        """Decode in equal chunks of at most 6 s, so that memory does not grow with the length.
 
         Args:
             z: [2, 32, n] float32 in the sampler's scale, left and right.
@@ -148,9 +148,9 @@ class AudioDecoder(nn.Module):
             [2, 800 * m] float32 in [-1, 1], in order, n latents in all.
         """
         z = z * self.latents_std[:, None] + self.latents_mean[:, None]
-        total, taps = z.shape[-1], resampling_filter().to(z.device)
-        for start in range(0, total, CHUNK):
-            stop = min(start + CHUNK, total)
-            first = max(0, start - CONTEXT)
+        taps, total = resampling_filter().to(z.device), z.shape[-1]
+        size = -(-total // -(-total // CHUNK))
+        for start in range(0, total, size):
+            first, stop = max(0, start - CONTEXT), min(start + size, total)
             wave = self.decoder(self.dec_in_proj(z[..., first : stop + CONTEXT]), taps)[:, 0]
             yield wave[:, SAMPLES * (start - first) : SAMPLES * (stop - first)]

@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-RATES, KERNELS = (5, 5, 2, 2, 2, 2, 2), (9, 9, 4, 4, 4, 4, 4)
+KERNELS = (9, 9, 4, 4, 4, 4, 4)
+
+torch.set_num_threads(1)  # a second thread does not help networks this small, and on a busy machine it waits
 
 
 class Maker:
