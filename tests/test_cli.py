@@ -195,6 +195,28 @@ def test_unsafe_spools_are_77_and_unknown_ones_78(cli, sampler, decoder):
     assert "this h3spool knows 1" in done.err
 
 
+def test_init_refuses_what_it_would_spoil(cli, tmp_path):
+    (tmp_path / "Videos").mkdir(mode=0o700)
+    (tmp_path / "Videos" / "a.mp4").write_bytes(b"")
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o777)
+    (tmp_path / "file").write_text("")
+    Spool.create(tmp_path / "sampler", "sampler")
+    before = everything(tmp_path)
+    for root, code, words in (
+        ("Videos", 77, "give a new or an empty directory"),
+        ("shared", 77, "chmod 700"),
+        ("file", 74, "File exists"),
+        ("sampler", 78, "is a sampler spool already"),
+    ):
+        done = cli("init", tmp_path / root, "--role", "decoder")
+        assert (done.code, done.out) == (code, "")
+        assert words in done.err
+    assert cli("init", tmp_path / "new", "--role", "decoder", "--node", "a/b").code == 65
+    assert everything(tmp_path) == before
+    assert cli("init", tmp_path / "sampler", "--role", "sampler").code == 0
+
+
 def test_the_environment_names_spool_and_peer(cli, sampler, decoder, clip, monkeypatch):
     monkeypatch.setenv("H3SPOOL_SPOOL", str(sampler.root))
     monkeypatch.setenv("H3SPOOL_TO", str(decoder.root))
