@@ -231,8 +231,10 @@ def sidecar_text(sha256: str, name: str) -> bytes:
     return f"{sha256}  {name}\n".encode()
 
 
-def parse_sidecar(text: bytes, name: str) -> str:
-    """The digest that a checksum file gives for `name`, in lower case; a single line may name any file.
+def parse_sidecar(text: bytes, name: str, *, strict: bool = False) -> str:
+    """The digest that a checksum file gives for `name`, in lower case.
+
+    Lines that name another file count where none names this one (a file is often renamed alone), unless `strict`.
 
     Raises:
         BadData: no line is a SHA-256 of that file.
@@ -245,7 +247,7 @@ def parse_sidecar(text: bytes, name: str) -> str:
         elif bsd:
             found.append((bsd[1], bsd[2].lower()))
     named = [digest for path, digest in found if path and os.path.basename(path) == name]
-    digests = set(named or (digest for _, digest in found))
+    digests = set(named or (digest for path, digest in found if not (strict and path)))
     if len(digests) != 1:
         raise BadData(f"its checksum file holds {len(digests) or 'no'} SHA-256 lines for {name}")
     return digests.pop()

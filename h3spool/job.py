@@ -110,7 +110,7 @@ class Job:
         """
         sidecar = self.file(".h3latent.sha256")
         try:
-            return container.parse_sidecar(container.read_bytes(sidecar, 65536), self.latent.name)
+            return container.parse_sidecar(container.read_bytes(sidecar, 65536), self.latent.name, strict=True)
         except BadData as error:
             raise BadData(f"{sidecar}: {error}") from None
 

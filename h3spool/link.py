@@ -40,6 +40,8 @@ _TRAVELS = (*admit.REQUIRED, *admit.OPTIONAL)
 _COMES_BACK = (".mp4", ".pipeline.json")
 _CLASS_OF = {error.exit_code: error for error in ERRORS}
 _SSH_WAIT_S = 30
+_UUID = re.compile(r"[0-9a-f-]{36}")
+_GREETING = {"uuid": str, "node": str, "free_bytes": int, "waiting": int, "min_free_bytes": int}
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,11 @@ class Peer:
     def __str__(self) -> str:
         """As --to takes it."""
         return self.path if self.host is None else f"{self.host}:{self.path}"
+
+
+def _sound_result(entry: dict) -> bool:
+    """Whether a line of the peer's results can be worked with; its job's name becomes a path here."""
+    return valid_job(str(entry.get("job"))) and isinstance(entry.get("sha256"), str) and type(entry.get("size")) is int
 
 
 class LocalLink:
@@ -230,6 +237,9 @@ class SshLink:
             )
         if "error" in facts:
             raise _CLASS_OF.get(facts.get("exit"), IOFailed)(f"{self.peer.host}: {facts['error']}")
+        sound = all(isinstance(facts.get(key), kind) for key, kind in _GREETING.items())
+        if not sound or not _UUID.fullmatch(facts["uuid"]):
+            raise NotUsable(f"{self.peer}: its greeting makes no sense; is the same h3spool installed on both nodes?")
         self.uuid = facts["uuid"]
         return facts
 
@@ -256,7 +266,7 @@ class SshLink:
                 answers.append(json.loads(self._admit.read_line()))
             except ValueError:  # the end, or half a line
                 break
-        return answers
+        return [answer for answer in answers if isinstance(answer, dict)]
 
     def results(self) -> list[dict]:
         """What the peer has finished: one {job, sha256, size} a job.
@@ -275,7 +285,7 @@ class SshLink:
             found = [json.loads(line) for line in lines if line.startswith(b"{")]
         except ValueError:
             found = [{}]
-        if not all(valid_job(str(entry.get("job"))) for entry in found):
+        if not all(_sound_result(entry) for entry in found):
             raise NotUsable(f"{self.peer}: its answer makes no sense; is the same h3spool installed on both nodes?")
         return found
 

@@ -177,7 +177,7 @@ class _Run:
                 done.append(job)
                 outcomes.append(Outcome(job.name, "done"))
             elif answer and answer.get("exit") == BadData.exit_code:
-                outcomes.append(self._fail(job, BadData(f"{self.link.peer} refused it: {answer['error']}")))
+                outcomes.append(self._fail(job, BadData(f"{self.link.peer} refused it: {answer.get('error')}")))
             elif answer and not failure and (error := _damaged(job)):
                 outcomes.append(self._fail(job, error))
             else:

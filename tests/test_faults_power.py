@@ -145,6 +145,8 @@ STEPS = [step for step in (*TRANSITIONS, *DECODING) if step.name in (PROMISES if
 
 # ---------------------------------------------------------------- cutting
 
+BARRIERS = ("fsync", "rename", "link", "unlink")  # after which something else may be on the disk
+
 
 class Cutter:
     """Takes copies of the disks, and of what a surviving node sees, at the chosen points of a run."""
@@ -152,9 +154,11 @@ class Cutter:
     def __init__(self, folder: Path, world: World, chosen: list[int] | None, unrelated: bool):
         self.folder, self.world, self.chosen, self.unrelated = folder, world, chosen, unrelated
         self.cuts: list[tuple[int, str, Path, str]] = []
+        self.before = ""
 
     def __call__(self, index: int, point: Point | None) -> None:
-        if self.chosen is not None and index not in self.chosen:
+        before, self.before = self.before, point.call if point else ""
+        if index not in self.chosen if self.chosen is not None else point and before not in BARRIERS:
             return
         to = self.folder / f"cut{index}"
         to.mkdir()
