@@ -196,7 +196,9 @@ class _Run:
     def _why_not(self, answer: dict | None) -> H3SpoolError:
         if answer is None:
             return TryLater(f"{self.link.peer}: the connection broke before it acknowledged")
-        return _CLASS_OF.get(answer.get("exit"), IOFailed)(f"{self.link.peer}: {answer.get('error')}")
+        if "error" not in answer:
+            return IOFailed(f"{self.link.peer}: acknowledged something else than was sent: {answer}")
+        return _CLASS_OF.get(answer.get("exit"), IOFailed)(f"{self.link.peer}: {answer['error']}")
 
     def _fail(self, job: Job, error: BadData) -> Outcome:
         account = job.receipt()

@@ -395,23 +395,32 @@ def test_an_acknowledgement_that_is_lost_is_asked_for_again(sampler, decoder, fa
     assert census(second) == {}
 
 
+def greeting_of(spool: Spool) -> str:
+    facts = {"uuid": spool.uuid, "node": spool.node, "free_bytes": 1 << 40, "waiting": 0, "min_free_bytes": 0}
+    return json.dumps({"h3spool_wire": 1} | facts)
+
+
 def test_the_peer_is_bound_before_it_is_told_of_the_job(sampler, decoder, far):
     """admit dies at the first name: by then state.json must have its uuid."""
     (name,) = verified(sampler)
-    greeting = json.dumps(
-        {
-            "h3spool_wire": 1,
-            "uuid": decoder.uuid,
-            "node": "deco",
-            "free_bytes": 1 << 40,
-            "waiting": 0,
-            "min_free_bytes": 0,
-        }
-    )
     state = sampler.root / "active" / "push-0" / name / "state.json"
-    done = far(command=far.remote(f"echo '{greeting}'; read line; cp {state} {decoder.root}/tmp/state-then; exit 0"))
+    done = far(
+        command=far.remote(
+            f"echo '{greeting_of(decoder)}'; read line; cp {state} {decoder.root}/tmp/state-then; exit 0"
+        )
+    )
     assert done.code == 75
     assert json.loads((decoder.root / "tmp" / "state-then").read_text()) == {"peer": decoder.uuid}
+
+
+def test_only_the_hash_that_was_sent_acknowledges(sampler, decoder, far):
+    (name,) = verified(sampler)
+    reply = json.dumps({"job": name, "sha256": "0" * 64, "state": "incoming"})
+    script = far.remote(f"echo '{greeting_of(decoder)}'; while read line && [ \"$line\" ]; do echo '{reply}'; done")
+    done = far(command=script)
+    assert done.code == 74
+    assert "acknowledged something else than was sent" in done.err
+    assert places_of(sampler.root) == {name: ["verified"]}
 
 
 def test_what_arrived_counts_whatever_rsync_says(sampler, decoder, far):
