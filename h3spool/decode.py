@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from h3spool.errors import BadData, NotUsable, Unavailable
-from h3spool.vae import tiling, video, weights
+from h3spool.vae import cpu, int8, tiling, video, weights
 
 # Read by PyTorch at its first allocation: most memory here is buffers of 15-240 MB, fresh in every block, and faulting
 # one in by 4 KiB pages takes longer than casting a weight into it (measured: 92 ms for 134 MB, 28 ms by huge pages).
@@ -29,8 +29,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 PRECISIONS = ("auto", "int8", "fp16", "bf16", "fp32")
 SEAMS = ("composited", "official")
 ROWS_CPU, ROWS_CUDA = 3600, 14400  # tokens per product, two and eight full tiles: more was not faster
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-RUNGS = {"fp16": ("fp16", "fp32"), "bf16": ("bf16", "fp32"), "fp32": ("fp32",)}  # what a broken clip is redone in
+DTYPES = {"int8": torch.int8, "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Decoder:
@@ -64,7 +63,7 @@ class Decoder:
     ):
         start = time.monotonic()
         self._device = _device(device)
-        self._precision = _precision(precision, self._device)
+        self._precision = _precision(precision, self._device, quantised=weights.is_int8(video_vae))
         self._seams, self._progress = seams, progress
         self._video, video_facts = weights.load_video(video_vae, DTYPES[self._precision], self._device)
         self._width = video_facts["width"]
@@ -131,7 +130,7 @@ class Decoder:
 
     def _clip(self, z: Tensor, index: int, report: dict) -> Tensor:
         """Decode one clip of z [24, T, H, W] to raw pixels [3, 28, 16H, 16W], one rung up if it is not finite."""
-        rungs = RUNGS[self._precision]
+        rungs = _rungs(self._precision, self._device)
         for rung, higher in zip(rungs, [*rungs[1:], None], strict=True):
             raw = self._raw(tiling.clip(z, index), DTYPES[rung])
             if torch.isfinite(raw).all():
@@ -211,6 +210,21 @@ def _feed(items: Iterator[np.ndarray], slot: queue.Queue, stop: threading.Event)
         slot.put((None, e))
 
 
+def difference(first: Decoder, second: Decoder, video: np.ndarray) -> dict[str, float]:
+    """Decode one latent [1, 24, T, H, W] with two decoders and compare the 8-bit frames, clip by clip.
+
+    Returns:
+        `psnr_db` (infinite where they are equal), `max` (0..255) and `equal`, the share of equal values.
+    """
+    squares = count = equal = largest = 0
+    for a, b in zip(first.frames(video, {}), second.frames(video, {}), strict=True):
+        off = np.abs(a.astype(np.int16) - b)
+        squares, count = squares + int(np.square(off, dtype=np.int64).sum()), count + off.size
+        equal, largest = equal + int((off == 0).sum()), max(largest, int(off.max()))
+    psnr = 10 * math.log10(255**2 * count / squares) if squares else math.inf
+    return {"psnr_db": round(psnr, 2), "max": largest, "equal": round(equal / count, 4)}
+
+
 def _timed(items: Iterator[np.ndarray], report: dict) -> Iterator[np.ndarray]:
     """Add the seconds that each item takes to report["seconds"]."""
     while True:
@@ -253,14 +267,23 @@ def _device_name(device: torch.device) -> str:
     return f"cpu {models[0]}" if models else "cpu"
 
 
-def _precision(asked: str, device: torch.device) -> str:
-    if asked == "int8":
-        raise NotUsable("int8 needs an INT8 (ConvRot) checkpoint, which this version does not decode: use auto")
-    if asked != "auto":
+def _precision(asked: str, device: torch.device, *, quantised: bool) -> str:
+    """Resolve the precision. int8 falls to floats (of the same weights) where a device multiplies those faster."""
+    if asked == "int8" and not quantised:
+        raise NotUsable("--precision int8 needs an int8_convrot checkpoint; `h3spool quantize IN OUT` makes one")
+    if quantised and asked in ("auto", "int8") and int8.backend(device).product is not None:
+        return "int8"
+    if asked not in ("auto", "int8"):
         return asked
     if device.type == "cuda":
         return "fp16"
-    return "bf16" if video.has_bfloat16() else "fp32"
+    return "bf16" if cpu.has_bfloat16() else "fp32"
+
+
+def _rungs(precision: str, device: torch.device) -> tuple[str, ...]:
+    """The precisions in which a clip is tried; each rung computes with the weights as stored."""
+    between = ("fp16",) if precision == "int8" and device.type == "cuda" else ()
+    return (precision, *between, "fp32") if precision != "fp32" else ("fp32",)
 
 
 def _out_of_memory(error: RuntimeError) -> bool:

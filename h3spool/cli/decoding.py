@@ -47,7 +47,7 @@ class Decoding:
         self.spool, self._engine_choice, self._encoding, self._settings = spool, engine, encoding, settings
         self._min_free_bytes = int(min_free * GIB)
         self._engine = self._output = None
-        self._progress = Progress()
+        self._progress = Progress("decoded", "clips")
         self._watchdog = Watchdog(
             lambda waited_s: note(f"h3spool: nothing was decoded for {waited_s:.0f} s: the device is wedged; ending")
         )
@@ -60,7 +60,7 @@ class Decoding:
 
     def _clip_done(self, done: int, total: int) -> None:
         self._watchdog.feed()
-        self._progress.clips(done, total)
+        self._progress.update(done, total)
 
     def decode(self, names: Iterable[str] = ()) -> Iterable[object]:
         """One pass of decode."""
@@ -150,7 +150,7 @@ def decode_one_file(
     words, output = latent.parse_allow(allow), encoding.output()
     with stoppable():
         clip = render.load_file(Path(files[0]), words)  # a wrong file is refused before a checkpoint is loaded
-        render.decode_file(clip, target, engine.load(output.ffmpeg, Progress().clips), output)
+        render.decode_file(clip, target, engine.load(output.ffmpeg, Progress("decoded", "clips").update), output)
     out({"file": str(target), "receipt": str(target.with_suffix(".pipeline.json"))}, as_json, "file")
 
 
@@ -236,4 +236,31 @@ def loop(
     return run_passes(passes, once=once, grace_s=grace, as_json=as_json)
 
 
-COMMANDS = (decode, mux, loop)
+@click.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--check", type=click.Path(path_type=Path), help="Decode this latent with both and compare the frames.")
+@env_option("DEVICE", "--device", default="auto", show_default=True, help="For --check: auto, cpu, cuda or cuda:N.")
+@json_option
+def quantize(source: Path, target: Path, check: Path | None, device: str, as_json: bool) -> None:
+    """Turn a float video VAE of any layout into an int8_convrot file, for ComfyUI and h3spool.
+
+    \b
+    Example: h3spool quantize minimax_h3_video_vae_fp16.safetensors minimax_h3_video_vae_int8.safetensors
+    """
+    from h3spool.vae import quantize as writing
+
+    with stoppable():
+        facts = writing.quantize(source, target, Progress("quantised", "linears").update)
+        if not facts["encoder"]:
+            note("h3spool decodes this file, ComfyUI does not load it: the source has no encoder under ComfyUI's names")
+        if check is not None:
+            from h3spool import decode, render
+
+            video = render.load_file(check).clip.video.array()
+            pair = [decode.Decoder(path, None, device=device) for path in (source, target)]
+            facts |= decode.difference(*pair, video) | {"precision": [engine.facts["precision"] for engine in pair]}
+    out({"file": str(target), **facts}, as_json, "file", "bytes", "snr_db", "psnr_db")
+
+
+COMMANDS = (decode, mux, loop, quantize)

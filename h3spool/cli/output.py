@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from contextlib import contextmanager
 import click
 
 from h3spool.errors import H3SpoolError, batch_exit_code
+
+PROGRESS_S = 30.0
 
 
 def note(text: str) -> None:
@@ -83,22 +86,25 @@ def run_passes(passes: list, *, once: bool, grace_s: float, as_json: bool) -> No
 class Progress:
     """A bar on a terminal; elsewhere a line now and then, so that a log shows life."""
 
-    def __init__(self):
-        self._bar = None
+    def __init__(self, verb: str, things: str):
+        self._verb, self._things, self._bar, self._told_s = verb, things, None, 0.0
 
-    def clips(self, done: int, total: int) -> None:
-        """A temporal clip was decoded."""
-        if not sys.stderr.isatty():
-            if done == total or done % 10 == 0:
-                note(f"h3spool: decoded {done} of {total} clips")
-            return
+    def update(self, done: int, total: int) -> None:
+        """So many of all are done."""
+        if sys.stderr.isatty():
+            self._draw(done, total)
+        elif done == total or time.monotonic() - self._told_s > PROGRESS_S:
+            self._told_s = time.monotonic()
+            note(f"h3spool: {self._verb} {done} of {total} {self._things}")
+
+    def _draw(self, done: int, total: int) -> None:
         from rich.console import Console
         from rich.progress import Progress as Bar
 
         if self._bar is None:
             self._bar = Bar(console=Console(stderr=True), transient=True)
             self._bar.start()
-            self._task = self._bar.add_task("decoding", total=total)
+            self._task = self._bar.add_task(self._verb, total=total)
         self._bar.update(self._task, completed=done, total=total)
         if done == total:
             self._bar.stop()

@@ -8,11 +8,12 @@ heads. Raw pixels are ImageNet-normalised; `finalise` makes them [0, 1]. Attribu
 import math
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from h3spool.vae import cpu
 
 CHANNELS = 24  # of the latent
 PATCH_PX, PATCH_FRAMES = 16, 4  # pixels and raw frames per latent token
@@ -52,20 +53,12 @@ class Linear(nn.Module):
 
     def at(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         """Return the function that multiplies in `dtype`: a cast copy of the weight lives only as long as it."""
+        dtype = activations(dtype, self.weight.device)  # of a layer that is not quantised between those that are
         weight, bias = self.weight.to(dtype), self.bias.to(dtype)
         if weight.device.type == "cpu" and dtype in packed_dtypes():
             packed = torch.ops.mkldnn._reorder_linear_weight(weight)
             return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
         return partial(F.linear, weight=weight, bias=bias)
-
-
-@cache
-def cpu_flags() -> frozenset[str]:
-    """Vendor and instruction sets of this processor, as /proc/cpuinfo spells them."""
-    lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
-    return frozenset(
-        flag for name, _, value in lines if name.strip() in ("flags", "vendor_id") for flag in value.split()
-    )
 
 
 @cache
@@ -76,16 +69,16 @@ def packed_dtypes() -> frozenset[torch.dtype]:
     qkv product). float32 on AMD with AVX-512, which MKL does not use there (237 against 446 ms). Elsewhere MKL is
     faster (Zen 3: 83 against 61 GFLOP/s).
     """
-    flags = cpu_flags()
+    flags = cpu.flags()
     if not torch.backends.mkldnn.is_available():
         return frozenset()
     amd = {"AuthenticAMD", "avx512f"} <= flags
-    return frozenset([torch.bfloat16] * has_bfloat16() + [torch.float32] * amd)
+    return frozenset([torch.bfloat16] * cpu.has_bfloat16() + [torch.float32] * amd)
 
 
-def has_bfloat16() -> bool:
-    """Whether this processor multiplies bfloat16 in hardware."""
-    return not cpu_flags().isdisjoint(("avx512_bf16", "amx_bf16"))
+def activations(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype around products in `dtype`: itself, and of int8 products float16 on a GPU, float32 on a CPU."""
+    return dtype if dtype.is_floating_point else torch.float16 if device.type == "cuda" else torch.float32
 
 
 class Norm(nn.Module):
@@ -131,25 +124,30 @@ class Block(nn.Module):
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], dtype: torch.dtype, batch: int) -> None:
         """Update the residual stream x [B, N, D] (float32) in place, `batch` tiles a call, products in `dtype`.
 
+        int8 products have float32 or float16 around them; attention then runs in bfloat16 where a CPU has it.
+
         The weights are cast once for all B tiles: a file narrower than `dtype` never needs a second copy.
         """
         qkv, out = self.attn.to_qkv.at(dtype), self.attn.to_out.at(dtype)
         w1, w2 = self.ff.w1.at(dtype), self.ff.w2.at(dtype)
+        around = activations(dtype, x.device)
+        kind = torch.bfloat16 if dtype == torch.int8 and not x.is_cuda and cpu.has_bfloat16() else around
         for tiles in x.split(batch):
-            tiles.addcmul_(out(attend(qkv(self.norm1(tiles).to(dtype)), turn)), self.scale1)
-            gate, value = w1(self.norm2(tiles).to(dtype)).chunk(2, dim=-1)
+            tiles.addcmul_(out(attend(qkv(self.norm1(tiles).to(around)), turn, kind)), self.scale1)
+            gate, value = w1(self.norm2(tiles).to(around)).chunk(2, dim=-1)
             tiles.addcmul_(w2(F.silu(gate, inplace=True).mul_(value)), self.scale2)
 
 
-def attend(qkv: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """Full attention with normalised, rotated q and k. qkv: [B, N, 3D] -> [B, N, D], the same dtype."""
+def attend(qkv: Tensor, turn: tuple[Tensor, Tensor], kind: torch.dtype) -> Tensor:
+    """Full attention, computed in `kind`, with normalised, rotated q and k. qkv: [B, N, 3D] -> [B, N, D], its dtype."""
     tiles, tokens, _ = qkv.shape
     parts = qkv.view(tiles, tokens, -1, 3, HEAD).permute(3, 0, 2, 1, 4)  # q, k, v: [3, B, h, N, 64]
     turned = qkv.new_empty(parts[:2].shape, dtype=torch.float32).copy_(parts[:2])
     turned *= torch.linalg.vector_norm(turned, dim=-1, keepdim=True).square_().div_(HEAD).add_(EPS).rsqrt_()
     rotate(turned, turn)
-    q, k = turned.to(qkv.dtype)
-    return F.scaled_dot_product_attention(q, k, parts[2]).transpose(1, 2).reshape(tiles, tokens, -1)
+    q, k = turned.to(kind)
+    mixed = F.scaled_dot_product_attention(q, k, parts[2].to(kind))
+    return mixed.transpose(1, 2).reshape(tiles, tokens, -1).to(qkv.dtype)
 
 
 def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> None:

@@ -1,15 +1,16 @@
 """Published H3 checkpoints -> the two decoders. What a file is, is decided by its keys, never by its name.
 
 Layouts: `official` (fused qkv, weight norm not folded), `diffusers` (split qkv, value before gate; one file or a folder
-of shards with index and config.json) and `comfyui` (official plus statistics, audio weight norm folded), each with or
-without a dotted prefix and the encoder half. Files are memory-mapped; only decoder tensors are read, and a tensor that
-already has the dtype and order it is used in stays in the mapping. Loading is strict.
+of shards with index and config.json) and `comfyui` (official plus statistics, audio weight norm folded, linears perhaps
+in int8 with ConvRot), each with or without a dotted prefix and the encoder half. Files are memory-mapped; only decoder
+tensors are read, and a tensor that already has the dtype and order it is used in stays there. Loading is strict.
 """
 
 import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from h3spool.errors import IOFailed, NotFound, NotUsable
-from h3spool.vae import audio, video
+from h3spool.vae import audio, int8, video
 
 FLOATS = ("F32", "F16", "BF16")
 SAMPLES, SAMPLE_BYTES = 256, 16384  # of a file's content that enter its fingerprint
@@ -57,13 +58,30 @@ class Checkpoint:
         """Dtype of a tensor as safetensors spells it, from the header."""
         return self.source[self.prefix + key].get_slice(self.prefix + key).get_dtype()
 
+    def group(self, layer: str) -> int | None:
+        """The rotation group of a layer that is quantised to int8 (0: not rotated), None of one that is not.
+
+        Raises:
+            NotUsable: it is quantised in a way that h3spool does not read.
+        """
+        mark = self.prefix + layer + int8.MARKER
+        if mark not in self.source:
+            if f"{layer}.weight" in self and self.dtype(f"{layer}.weight") == "I8":
+                raise NotUsable(
+                    f"{self.path}: {layer}.weight is I8 without {int8.MARKER[1:]}, so how it is rotated is unknown "
+                    "(QuaRot files look like this): use a file of ComfyUI's int8_convrot format"
+                )
+            return None
+        return int8.group_of(bytes(self.source[mark].get_tensor(mark).tolist()), f"{self.path}: {layer}")
+
     def tensor(self, key: str) -> Tensor:
         """A tensor in the mapping.
 
         Raises:
-            NotUsable: it is not F32, F16 or BF16.
+            NotUsable: it is not F32, F16 or BF16, nor the int8 codes of a layer that says how it is quantised.
         """
-        if self.dtype(key) not in FLOATS:
+        codes = self.dtype(key) == "I8" and self.group(key.removesuffix(".weight")) is not None
+        if self.dtype(key) not in FLOATS and not codes:
             raise NotUsable(
                 f"{self.path}: tensor {self.prefix}{key} is {self.dtype(key)}, h3spool reads {', '.join(FLOATS)}: "
                 "use a published checkpoint in one of these dtypes"
@@ -85,8 +103,8 @@ def load_video(path: Path, dtype: torch.dtype, device: torch.device) -> tuple[vi
         NotUsable: it is not a whole H3 video VAE in a layout and dtype that h3spool reads.
         IOFailed: it cannot be read.
     """
-    checkpoint = _open(Path(path))
-    layout, plan = _video_layout(checkpoint)
+    checkpoint = open_checkpoint(Path(path))
+    layout, plan = video_layout(checkpoint)
     marks = [key.split(".") for key in checkpoint.names() if key.startswith("decoder.transformer_blocks.")]
     blocks = max((int(mark[2]) for mark in marks if mark[2].isdecimal()), default=0) + 1
     width = checkpoint.shape("decoder.norm_out.weight")[0] if "decoder.norm_out.weight" in checkpoint else 0
@@ -94,16 +112,43 @@ def load_video(path: Path, dtype: torch.dtype, device: torch.device) -> tuple[vi
         raise NotUsable(f"{checkpoint.path}: decoder.norm_out.weight of a multiple of 64 channels is missing")
     with torch.device("meta"):
         net = video.VideoDecoder(width, blocks)
+        groups = _replace_quantised(net, checkpoint)
 
     def stored(key: str, weight: Tensor) -> Tensor:
-        inside = ".transformer_blocks." in key and weight.ndim == 2
-        keep = inside and weight.element_size() < dtype.itemsize
-        return weight.to(device, weight.dtype if keep else dtype if inside else torch.float32)
+        if weight.dtype == torch.int8:
+            return weight.to(device)
+        inside = ".transformer_blocks." in key and weight.ndim == 2 and not key.endswith("_scale")
+        used = video.activations(dtype, device)
+        keep = inside and weight.element_size() < used.itemsize
+        return weight.to(device, weight.dtype if keep else used if inside else torch.float32)
 
     _fill(net, checkpoint, plan, stored, (video.LATENTS_MEAN, video.LATENTS_STD))
     sample = plan("decoder.transformer_blocks.0.attn.to_out.weight")[0][0]
     facts = {"layout": layout, "blocks": blocks, "width": width, "dtype": checkpoint.dtype(sample)}
+    if groups:
+        facts["int8"] = {"linears": len(groups), "groups": sorted(set(groups)), "products": int8.backend(device).name}
     return net, _facts(checkpoint, facts)
+
+
+def is_int8(path: Path) -> bool:
+    """Whether a video VAE's linears are stored as int8. Raises as `load_video`."""
+    return any(key.endswith(int8.MARKER) for key in open_checkpoint(Path(path)).source)
+
+
+def _replace_quantised(net: video.VideoDecoder, checkpoint: Checkpoint) -> list[int]:
+    """Put an Int8Linear where the file has a quantised layer; returns the rotation groups."""
+    groups = []
+    for name, layer in list(net.decoder.transformer_blocks.named_modules()):
+        group = checkpoint.group(f"decoder.transformer_blocks.{name}") if isinstance(layer, video.Linear) else None
+        if group is None:
+            continue
+        outputs, inputs = layer.weight.shape
+        if group and inputs % group:
+            raise NotUsable(f"{checkpoint.path}: {name} has {inputs} inputs, not a multiple of its group {group}")
+        parent, _, leaf = name.rpartition(".")
+        setattr(net.decoder.transformer_blocks.get_submodule(parent), leaf, int8.Int8Linear(inputs, outputs, group))
+        groups.append(group)
+    return groups
 
 
 def load_audio(path: Path, device: torch.device) -> tuple[audio.AudioDecoder, dict]:
@@ -111,7 +156,7 @@ def load_audio(path: Path, device: torch.device) -> tuple[audio.AudioDecoder, di
 
     Returns and raises: as `load_video`.
     """
-    checkpoint = _open(Path(path))
+    checkpoint = open_checkpoint(Path(path))
     layout, plan = _audio_layout(checkpoint)
     with torch.device("meta"):
         bias = "decoder.conv_pre.bias"
@@ -128,7 +173,8 @@ def load_audio(path: Path, device: torch.device) -> tuple[audio.AudioDecoder, di
 # ---- opening -------------------------------------------------------------------------------------------------------
 
 
-def _open(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Map the file or folder at `path`. Raises as `load_video`."""
     if not path.exists():
         raise NotFound(f"there is no checkpoint {path}")
     try:
@@ -138,6 +184,8 @@ def _open(path: Path) -> Checkpoint:
             handle = safe_open(file, framework="pt")
             source |= dict.fromkeys(handle.keys(), handle)
     except SafetensorError as e:
+        if _begins(file, b"GGUF"):
+            raise NotUsable(f"{file} is a GGUF file, which h3spool does not read: use the safetensors file") from e
         raise NotUsable(
             f"{file} is not a whole safetensors file ({e}): fetch it again and compare its sha256; a .pth or .ckpt "
             "file has to be converted first"
@@ -145,6 +193,11 @@ def _open(path: Path) -> Checkpoint:
     except OSError as e:
         raise IOFailed(f"cannot read the checkpoint {path}: {e}") from e
     return Checkpoint(path, files, source, config=config)
+
+
+def _begins(path: Path, magic: bytes) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(magic)) == magic
 
 
 def _folder(path: Path) -> tuple[list[Path], dict]:
@@ -184,14 +237,12 @@ Plan = Callable[[str], tuple[list[str], Callable[..., Tensor]]]
 """Key of our network -> the keys of the file it is made of, and how."""
 
 
-def _video_layout(checkpoint: Checkpoint) -> tuple[str, Plan]:
+def video_layout(checkpoint: Checkpoint) -> tuple[str, Plan]:
+    """Find a video VAE's prefix and layout, and what each tensor of ours is made of. Raises NotUsable."""
     anchor = "decoder.transformer_blocks.0.attn.to_"
     if _anchored(checkpoint, anchor + "qkv.weight"):
-        if any(key.endswith(".comfy_quant") for key in checkpoint.names()):
-            raise NotUsable(
-                f"{checkpoint.path} is INT8 (ConvRot), which this version does not decode: use the FP16 file"
-            )
-        return "comfyui" if "latents_mean" in checkpoint else "official", lambda key: ([key], _as_is)
+        layout = "comfyui" if "latents_mean" in checkpoint else "official"
+        return layout, lambda key: ([key], partial(_row_scales, checkpoint, key) if key.endswith("_scale") else _as_is)
     if _anchored(checkpoint, anchor + "q.weight"):
         return "diffusers", _from_diffusers
     raise NotUsable(f"{checkpoint.path} is not an H3 video VAE: {_what_it_is(checkpoint)}")
@@ -235,6 +286,14 @@ def _as_is(weight: Tensor) -> Tensor:
     return weight
 
 
+def _row_scales(checkpoint: Checkpoint, key: str, scale: Tensor) -> Tensor:
+    """Scales of int8 rows, stored as [out, 1], [out] or one number -> [out, 1]."""
+    rows = checkpoint.shape(key.replace("weight_scale", "weight"))[0]
+    if scale.numel() not in (1, rows) or not bool(torch.isfinite(scale).all()) or float(scale.min()) <= 0:
+        raise NotUsable(f"{checkpoint.path}: {key} is not one positive scale for each of {rows} rows: fetch it again")
+    return scale.float().reshape(-1, 1).expand(rows, 1).contiguous()
+
+
 def _from_diffusers(key: str) -> tuple[list[str], Callable[..., Tensor]]:
     """q, k, v are interleaved per head into one linear, and the gate is put before the value."""
     if ".attn.to_qkv." in key:
@@ -272,7 +331,7 @@ def _fold(gain: Tensor, direction: Tensor) -> Tensor:
 
 # ---- filling -------------------------------------------------------------------------------------------------------
 
-IGNORED = ("mask_token", ".filter")  # ends of decoder keys that are of no use: unused, or computed
+IGNORED = ("mask_token", ".filter", int8.MARKER)  # ends of decoder keys that are unused, computed, or read apart
 
 
 def _fill(
@@ -306,7 +365,7 @@ def _fill(
         state[key] = stored(key, state[key])
     device = next(iter(state.values())).device
     for key, constant in zip(("latents_mean", "latents_std"), constants, strict=True):
-        state[key] = torch.tensor(_statistic(checkpoint, key, constant), device=device)
+        state[key] = torch.tensor(statistic(checkpoint, key, constant), device=device)
     net.load_state_dict(state, strict=True, assign=True)
 
 
@@ -321,8 +380,12 @@ def _shaped(checkpoint: Checkpoint, key: str, parts: list[str], make: Callable, 
     return weight
 
 
-def _statistic(checkpoint: Checkpoint, key: str, constant: tuple[float, ...]) -> list[float]:
-    """Latent statistics of the file or its config, if exact: a half-precision copy is off by up to 8e-4."""
+def statistic(checkpoint: Checkpoint, key: str, constant: tuple[float, ...]) -> list[float]:
+    """Latent statistics of the file or its config, if exact: a half-precision copy is off by up to 8e-4.
+
+    Raises:
+        NotUsable
+    """
     values = list(constant)
     if key in checkpoint and checkpoint.dtype(key) == "F32":
         values = checkpoint.tensor(key).flatten().tolist()

@@ -1,0 +1,275 @@
+"""INT8 ConvRot: comfy-kitchen's arithmetic bit for bit, every spelling of the format, and a bad clip that is mended."""
+
+import json
+
+import comfy_kitchen
+import numpy as np
+import pytest
+import torch
+from conftest import make_clip
+from golden import h3_weights as h3
+from safetensors.torch import load_file, save_file
+
+from h3spool import decode, errors
+from h3spool.vae import int8, quantize, weights
+
+CPU = torch.device("cpu")
+NOTHING = lambda done, total: None  # noqa: E731
+
+
+def layer(outputs=96, inputs=512, group=256, rows=33, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    x, weight, bias = (torch.randn(*shape, generator=draw) for shape in ((rows, inputs), (outputs, inputs), (outputs,)))
+    x[3] = 0
+    return x, *int8.quantise(weight, group), bias, weight
+
+
+def snr_db(wanted, got):
+    return float(10 * torch.log10(wanted.square().sum() / (wanted - got).square().sum()))
+
+
+# ---- the arithmetic ----
+
+
+@pytest.mark.parametrize("group", [4, 16, 64, 256])
+def test_the_rotation_is_symmetric_its_own_inverse_and_keeps_sums(group):
+    h = int8.hadamard(group, CPU)
+    assert torch.equal(h, h.T) and torch.equal(h @ h, torch.eye(group))
+    assert torch.equal(h.sum(dim=1), torch.ones(group)) and h.abs().unique().numel() == 1
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 2048), (2048, 8192)])
+def test_the_reference_is_comfy_kitchens_eager_backend_bit_for_bit(outputs, inputs):
+    x, codes, scale, bias, _ = layer(outputs, inputs, rows=17)
+    theirs = comfy_kitchen.int8_linear(
+        x, codes, scale, bias, out_dtype=torch.float32, convrot=True, convrot_groupsize=256
+    )
+    assert torch.equal(int8.reference(x, codes, scale, bias, 256), theirs)
+
+
+def test_quantising_is_comfy_kitchens_bit_for_bit():
+    weight = torch.randn(64, 1024, generator=torch.Generator().manual_seed(1))
+    codes, scale = comfy_kitchen.quantize_int8_rowwise(int8.rotate(weight, 256))
+    ours, our_scale = int8.quantise(weight, 256)
+    assert torch.equal(ours, codes) and torch.equal(our_scale, scale.reshape(-1, 1))
+
+
+def test_dequantising_loses_what_eight_bits_lose():
+    _, codes, scale, _, weight = layer(512, 2048)
+    assert 41 < snr_db(weight, int8.dequantise(codes, scale, 256)) < 43  # 41.65 measured on full-width layers
+    assert snr_db(weight, codes.float() * scale) < 0  # forgetting the rotation
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 305, 609])
+def test_the_integer_product_is_the_reference(rows):
+    x, codes, scale, bias, _ = layer(rows=rows + 4)
+    wanted = int8.reference(x, codes, scale, bias, 256)
+    got = int8.integer_product(x, codes, scale, bias, 256)
+    assert float((got - wanted).norm() / wanted.norm()) < 2e-4 and snr_db(wanted, got) > 74
+
+
+def test_a_quotient_that_rounds_to_128_does_not_wrap():
+    codes, _ = int8.round_rows(torch.tensor([[1.0, -1.0, 0.9999999]]))
+    assert codes.tolist() == [[127, -127, 127]]
+
+
+def test_half_precision_of_the_rotation_is_not_trusted():
+    """256 values of 10,000 whose signs agree with a row of H sum to 160,000, which float16 does not hold."""
+    x = 160_000 * int8.hadamard(256, CPU)[:2]
+    assert torch.isinf(int8.rotate(x.half(), 256)).any()
+    codes, scale = int8.round_rows(int8.rotate(x, 256))
+    assert torch.isfinite(scale).all() and codes.abs().max() == 127
+
+
+def test_the_self_test_finds_a_product_that_is_off():
+    assert int8.self_test(int8.reference, CPU) == int8.self_test(int8.integer_product, CPU) == ""
+    assert "relative error" in int8.self_test(lambda *args: int8.reference(*args) * 1.01, CPU)
+    assert int8.self_test(lambda *args: int8.reference(*args) * float("nan"), CPU) == "not finite"
+
+
+# ---- the format ----
+
+VIDEO = h3.video_weights(64, 2) | {"latents_mean": torch.zeros(24), "latents_std": torch.ones(24)}
+
+
+@pytest.fixture
+def quantised(tmp_path):
+    source = h3.save(tmp_path / "float.safetensors", VIDEO, dtype=torch.float16)
+    quantize.quantize(source, tmp_path / "int8.safetensors", NOTHING)
+    return tmp_path / "int8.safetensors"
+
+
+def decoded(path, precision="fp32"):
+    engine = decode.Decoder(path, None, precision=precision)
+    return np.concatenate(list(engine.frames(make_clip(tokens=7)[0], {})))
+
+
+def rewritten(path, change):
+    state = load_file(path)
+    save_file(change(state), path.with_name("other.safetensors"))
+    return path.with_name("other.safetensors")
+
+
+def described(state, facts):
+    blob = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
+    return {key: blob.clone() if key.endswith(".comfy_quant") else value for key, value in state.items()}
+
+
+def test_every_spelling_of_the_scale_loads_alike(quantised):
+    flat = rewritten(quantised, lambda state: {k: v.flatten() if k.endswith("_scale") else v for k, v in state.items()})
+    assert np.array_equal(decoded(quantised), decoded(flat))
+
+
+def test_one_scale_for_a_whole_tensor_loads(quantised):
+    one = rewritten(
+        quantised, lambda state: {k: v.max().reshape(()) if k.endswith("_scale") else v for k, v in state.items()}
+    )
+    assert decoded(one).shape == (22, 32, 32, 3)
+
+
+def test_nested_and_padded_descriptions_load(quantised):
+    def change(state):
+        for key in [key for key in state if key.endswith(".comfy_quant")]:
+            facts = json.loads(bytes(state[key].tolist()))
+            nested = json.dumps({"format": facts.pop("format"), "params": facts}).encode() + bytes(3)
+            state[key] = torch.frombuffer(bytearray(nested), dtype=torch.uint8).clone()
+        return state
+
+    assert np.array_equal(decoded(quantised), decoded(rewritten(quantised, change)))
+    assert int8.group_of(b'{"format": "int8_tensorwise"}', "x") == 0
+
+
+def test_rows_without_rotation_load(quantised):
+    def change(state):
+        for key in [key for key in state if key.endswith(".comfy_quant")]:
+            name = key.removesuffix(".comfy_quant")
+            state[f"{name}.weight"], state[f"{name}.weight_scale"] = int8.quantise(VIDEO[f"{name}.weight"].float(), 0)
+        return described(state, {"format": "int8_tensorwise"})
+
+    assert np.abs(decoded(rewritten(quantised, change)).astype(int) - decoded(quantised)).mean() < 3
+
+
+@pytest.mark.parametrize("kind", ["int8_blockwise", "convrot_w4a4", "asym_w4a8_int8", "float8_e4m3fn"])
+def test_other_quantisations_are_refused_by_name(quantised, kind):
+    other = rewritten(quantised, lambda state: described(state, {"format": kind}))
+    with pytest.raises(errors.NotUsable, match=kind):
+        weights.load_video(other, torch.float32, CPU)
+
+
+def test_int8_without_a_description_is_refused(quantised):
+    bare = rewritten(quantised, lambda state: {k: v for k, v in state.items() if not k.endswith(".comfy_quant")})
+    with pytest.raises(errors.NotUsable, match="QuaRot"):
+        weights.load_video(bare, torch.float32, CPU)
+
+
+def test_float8_and_gguf_are_refused_by_name(tmp_path):
+    key = "decoder.transformer_blocks.0.ff.w1.weight"
+    state = VIDEO | {key: VIDEO[key].to(torch.float8_e4m3fn)}
+    save_file({k: v.contiguous() for k, v in state.items()}, tmp_path / "f8.safetensors")
+    with pytest.raises(errors.NotUsable, match="F8_E4M3"):
+        weights.load_video(tmp_path / "f8.safetensors", torch.float32, CPU)
+    (tmp_path / "x.gguf").write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(errors.NotUsable, match="GGUF"):
+        weights.load_video(tmp_path / "x.gguf", torch.float32, CPU)
+
+
+@pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
+def test_a_scale_that_is_no_scale_is_refused(quantised, bad):
+    def change(state):
+        state["decoder.transformer_blocks.1.ff.w2.weight_scale"][5] = bad
+        return state
+
+    with pytest.raises(errors.NotUsable, match="positive scale"):
+        weights.load_video(rewritten(quantised, change), torch.float32, CPU)
+
+
+def test_int8_is_refused_for_a_float_file(tmp_path):
+    source = h3.save(tmp_path / "float.safetensors", VIDEO)
+    with pytest.raises(errors.NotUsable, match="h3spool quantize"):
+        decode.Decoder(source, None, precision="int8")
+
+
+# ---- quantize ----
+
+
+def test_the_quantised_file_is_as_published(quantised):
+    state = load_file(quantised)
+    linears = [key.removesuffix(".comfy_quant") for key in state if key.endswith(".comfy_quant")]
+    assert len(linears) == 8
+    for name in linears:
+        codes, scale = state[f"{name}.weight"], state[f"{name}.weight_scale"]
+        wanted, wanted_scale = int8.quantise(VIDEO[f"{name}.weight"].half().float(), int8.group_for(codes.shape[1]))
+        assert torch.equal(codes, wanted) and torch.equal(scale, wanted_scale)
+        assert state[f"{name}.bias"].dtype == scale.dtype == torch.float32
+    full = int8.marker(256)
+    assert full == b'{"format": "int8_tensorwise", "convrot": true, "convrot_groupsize": 256}' and len(full) == 72
+
+
+def test_the_encoder_comes_along_with_kernels_in_half(tmp_path):
+    source = h3.save(tmp_path / "float.safetensors", VIDEO | h3.video_encoder())
+    facts = quantize.quantize(source, tmp_path / "int8.safetensors", NOTHING)
+    state = load_file(tmp_path / "int8.safetensors")
+    assert facts["encoder"] and set(h3.video_encoder()) <= set(state)
+    for key, value in state.items():
+        if key.startswith("encoder."):
+            assert value.dtype == (torch.float16 if value.ndim > 1 else torch.float32)
+
+
+@pytest.mark.parametrize("convert", [lambda state: state, h3.to_diffusers])
+def test_every_layout_quantises_to_the_same_file(tmp_path, quantised, convert):
+    source = h3.save(tmp_path / "x.safetensors", convert(h3.video_weights(64, 2)), dtype=torch.float16)
+    quantize.quantize(source, tmp_path / "y.safetensors", NOTHING)
+    ours, wanted = load_file(tmp_path / "y.safetensors"), load_file(quantised)
+    assert all(torch.equal(ours[key], wanted[key]) for key in ours if not key.startswith(("latents", "decoder.mask")))
+
+
+def test_quantize_check_compares_the_decodes(tmp_path, program):
+    from h3spool import container
+
+    source = h3.save(tmp_path / "float.safetensors", VIDEO, dtype=torch.float16)
+    video, audio = (container.tensor_of(stream) for stream in make_clip())
+    raw = container.serialize({"video": video, "audio": audio}, {})
+    (tmp_path / "clip.safetensors").write_bytes(b"".join(raw))
+    target = tmp_path / "int8.safetensors"
+    done = program("quantize", source, target, "--check", tmp_path / "clip.safetensors", "--json")
+    facts = json.loads(done.out)
+    assert done.code == 0 and target.exists()
+    assert 30 < facts["psnr_db"] < 70 and set(facts["snr_db"]) == set(quantize.LINEARS)
+    assert program("quantize", target, tmp_path / "again.safetensors").code == 78
+    assert not list(tmp_path.glob(".*"))
+
+
+# ---- decoding ----
+
+
+def test_integer_products_decode_close_to_the_floats_they_stand_for(quantised, monkeypatch):
+    monkeypatch.setattr(int8, "backend", lambda device: int8.Backend("torch integer product", int8.integer_product))
+    engine = decode.Decoder(quantised, None)
+    assert engine.facts["precision"] == "int8"
+    off = np.abs(np.concatenate(list(engine.frames(make_clip(tokens=7)[0], {}))).astype(int) - decoded(quantised))
+    assert 0 < off.mean() < 1 and off.max() < 8
+
+
+def fragile(state, factor=2.0**14):
+    """The same function, but the gated product of block 1 leaves float16: value rows scaled up, w2 scaled down."""
+    state = {key: value.clone().float() for key, value in state.items()}
+    at = "decoder.transformer_blocks.1.ff."
+    half = len(state[f"{at}w1.weight"]) // 2
+    for key in ("w1.weight", "w1.bias"):
+        state[f"{at}{key}"][half:] *= factor
+    state[f"{at}w2.weight"] /= factor
+    return state
+
+
+@pytest.mark.parametrize("storage", ["float", "int8"])
+def test_a_clip_that_overflows_float16_is_mended_in_float32(tmp_path, storage):
+    path = h3.save(tmp_path / "float.safetensors", fragile(VIDEO))
+    whole = h3.save(tmp_path / "whole.safetensors", VIDEO)
+    if storage == "int8":
+        for name in (path, whole):
+            quantize.quantize(name, name.with_suffix(".int8"), NOTHING)
+        path, whole = path.with_suffix(".int8"), whole.with_suffix(".int8")
+    report: dict = {}
+    frames = np.concatenate(list(decode.Decoder(path, None, precision="fp16").frames(make_clip(tokens=7)[0], report)))
+    assert report["fallbacks"] == [{"clip": 0, "from": "fp16", "to": "fp32"}]
+    assert np.abs(frames.astype(int) - decoded(whole)).max() <= 1
