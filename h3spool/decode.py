@@ -6,10 +6,12 @@ encodes this one.
 """
 
 import contextlib
+import fcntl
 import math
 import os
 import queue
 import resource
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from h3spool.errors import BadData, NotUsable, Unavailable
+from h3spool.errors import BadData, NotUsable, TryLater, Unavailable, explained
 from h3spool.vae import cpu, int8, tiling, video, weights
 
 # Read by PyTorch at its first allocation: most memory here is buffers of 15-240 MB, fresh in every block, and faulting
@@ -42,6 +44,7 @@ class Decoder:
         device: "auto", "cpu", "cuda" or "cuda:N".
         seams: one of SEAMS.
         progress: called with (clips done, clips in all) after each clip, in the decoding thread.
+        alive: called whenever a part of a clip is done: a large clip takes minutes on a CPU.
 
     Attributes:
         facts: what the receipt says of the engine and its checkpoints.
@@ -60,11 +63,12 @@ class Decoder:
         device: str = "auto",
         seams: str = "composited",
         progress: Callable[[int, int], None] | None = None,
+        alive: Callable[[], None] = lambda: None,
     ):
         start = time.monotonic()
         self._device = _device(device)
         self._precision = _precision(precision, self._device, quantised=weights.is_int8(video_vae))
-        self._seams, self._progress = seams, progress
+        self._seams, self._progress, self._alive = seams, progress, alive
         self._video, video_facts = weights.load_video(video_vae, DTYPES[self._precision], self._device)
         self._width = video_facts["width"]
         self._audio, audio_facts = weights.load_audio(audio_vae, self._device) if audio_vae else (None, None)
@@ -148,7 +152,7 @@ class Decoder:
         batch = min(self._most, self._fitting(math.prod(tiles.shape[2:]), dtype))
         while True:
             try:
-                return tiling.stitch(self._video(tiles, dtype, batch), *z.shape[2:], self._seams)
+                return tiling.stitch(self._video(tiles, dtype, batch, self._alive), *z.shape[2:], self._seams)
             except RuntimeError as e:
                 if not _out_of_memory(e):
                     raise
@@ -208,6 +212,32 @@ def _feed(items: Iterator[np.ndarray], slot: queue.Queue, stop: threading.Event)
         slot.put((None, None))
     except BaseException as e:  # raised in the caller's thread
         slot.put((None, e))
+
+
+def hold_device(device: str, folder: Path) -> int:
+    """Take the lock of a device, of which one decoding process at a time has the use; it is held until this one ends.
+
+    A GPU's lock lies in the machine's temporary folder and is known by its UUID; the CPU's lies in `folder`.
+
+    Returns:
+        the descriptor that holds it.
+
+    Raises:
+        TryLater: another process decodes on it.
+        Unavailable: there is no such device.
+    """
+    found = _device(device)
+    path = folder / "device-cpu"
+    if found.type == "cuda":
+        path = Path(tempfile.gettempdir()) / f"h3spool-{torch.cuda.get_device_properties(found).uuid}.lock"
+    with explained("locking", path):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise TryLater(f"{path}: another h3spool decodes on {found}; one at a time is faster") from None
+    return fd
 
 
 def difference(first: Decoder, second: Decoder, video: np.ndarray) -> dict[str, float]:

@@ -47,6 +47,7 @@ class Decoding:
         self.spool, self._engine_choice, self._encoding, self._settings = spool, engine, encoding, settings
         self._min_free_bytes = int(min_free * GIB)
         self._engine = self._output = None
+        self._device_held = False
         self._progress = Progress("decoded", "clips")
         self._watchdog = Watchdog(
             lambda waited_s: note(f"h3spool: nothing was decoded for {waited_s:.0f} s: the device is wedged; ending")
@@ -56,7 +57,10 @@ class Decoding:
         """Load what decoding needs, before anything is claimed."""
         if self._engine is None:
             self._output = self._encoding.output(**self._settings)
-            self._engine = self._engine_choice.load(self._output.ffmpeg, self._clip_done)
+            if not self._device_held:
+                self._engine_choice.hold_device(self.spool.root / "locks")
+                self._device_held = True
+            self._engine = self._engine_choice.load(self._output.ffmpeg, self._clip_done, self._watchdog.feed)
 
     def _clip_done(self, done: int, total: int) -> None:
         self._watchdog.feed()
@@ -150,7 +154,8 @@ def decode_one_file(
     words, output = latent.parse_allow(allow), encoding.output()
     with stoppable():
         clip = render.load_file(Path(files[0]), words)  # a wrong file is refused before a checkpoint is loaded
-        render.decode_file(clip, target, engine.load(output.ffmpeg, Progress("decoded", "clips").update), output)
+        loaded = engine.load(output.ffmpeg, Progress("decoded", "clips").update, lambda: None)
+        render.decode_file(clip, target, loaded, output)
     out({"file": str(target), "receipt": str(target.with_suffix(".pipeline.json"))}, as_json, "file")
 
 

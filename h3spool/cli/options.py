@@ -105,7 +105,14 @@ class EngineChoice:
     url: str
     allow_remote: bool
 
-    def load(self, ffmpeg: str, progress: Callable[[int, int], None]) -> object:
+    def hold_device(self, locks: Path) -> None:
+        """Refuse (75) to decode beside another process on the same device."""
+        if self.engine == "native":
+            from h3spool.decode import hold_device
+
+            hold_device(self.device, locks)
+
+    def load(self, ffmpeg: str, progress: Callable[[int, int], None], alive: Callable[[], None]) -> object:
         """Load the decoders, or reach ComfyUI."""
         if self.engine == "comfyui":
             from h3spool.comfyui import ComfyUI
@@ -122,7 +129,13 @@ class EngineChoice:
             )
         from h3spool.decode import Decoder
 
-        how = {"precision": self.precision, "device": self.device, "seams": self.seams, "progress": progress}
+        how = {
+            "precision": self.precision,
+            "device": self.device,
+            "seams": self.seams,
+            "progress": progress,
+            "alive": alive,
+        }
         return Decoder(self.video_vae, self.audio_vae, **how)
 
 

@@ -204,13 +204,16 @@ class VideoDecoder(nn.Module):
         """z: [24, T, H, W] in the sampler's scale, float32 -> what `forward` takes, the same shape."""
         return z * self.latents_std[:, None, None, None] + self.latents_mean[:, None, None, None]
 
-    def forward(self, z: Tensor, dtype: torch.dtype, batch: int) -> Iterator[Tensor]:
+    def forward(
+        self, z: Tensor, dtype: torch.dtype, batch: int, tick: Callable[[], None] = lambda: None
+    ) -> Iterator[Tensor]:
         """Decode tiles of equal size and yield their raw pixels one by one, in order.
 
         Args:
             z: [B, 24, T, H, W] float32, denormalised.
             dtype: of the products inside the blocks.
             batch: tiles per product; it changes time and memory, not the result.
+            tick: called after each block.
 
         Yields:
             [3, 4T, 16H, 16W] float32, ImageNet-normalised.
@@ -224,6 +227,7 @@ class VideoDecoder(nn.Module):
         turn = turns(size, z.device)
         for block in net.transformer_blocks:
             block(x, turn, dtype, batch)
+            tick()
         patches = net.proj_out.at(torch.float32)
         for tile in x[:, :-SUFFIX]:
             yield unpatchify(patches(net.norm_out(tile)), size)
