@@ -400,7 +400,8 @@ def test_an_ffmpeg_that_is_missing_is_69_and_nothing_is_claimed(cli, decoder, va
 @pytest.fixture
 def slow_ffmpeg(tmp_path) -> Path:
     """An ffmpeg that says it has begun, and then takes its time."""
-    body = f'for last; do :; done\n: > "${{last#file:}}"\ntouch {tmp_path}/begun\nexec sleep 120'
+    telling = f"echo $$ > {tmp_path}/pid; mv {tmp_path}/pid {tmp_path}/begun"
+    body = f'for last; do :; done; : > "${{last#file:}}"; {telling}; exec sleep 120'
     return fake_ffmpeg(tmp_path / "slow-ffmpeg", body)
 
 
@@ -424,13 +425,15 @@ def test_stopped_and_killed_decoders_lose_nothing(decoder, vaes, slow_ffmpeg, tm
         process = subprocess.Popen(
             [*argv, "--ffmpeg", slow_ffmpeg], env=clean_environment(), stderr=subprocess.PIPE, text=True
         )
-        wait_for((tmp_path / "begun").exists)
+        wait_for(lambda child=process: (tmp_path / "begun").exists() or child.poll() is not None)
+        assert process.poll() is None, process.communicate()[1]
+        pid = int((tmp_path / "begun").read_text())
         (tmp_path / "begun").unlink()
         assert places_of(decoder.root) == {name: ["active/decode-0"]}
         process.send_signal(number)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=60)
         assert process.returncode == code
-        wait_for(lambda: not processes_with(str(decoder.root)))  # no ffmpeg goes on alone
+        wait_for(lambda pid=pid: gone(pid))  # no ffmpeg goes on alone
         assert [path for path in decoder.root.rglob("*.mp4") if "tmp" not in path.relative_to(decoder.root).parts] == []
         if number == signal.SIGTERM:
             assert "interrupted by signal 15; nothing is lost" in err
@@ -453,7 +456,8 @@ def test_a_stopped_loop_finishes_the_job_at_hand(decoder, vaes, tmp_path):
         [PROGRAM, "loop", "-s", decoder.root, *vaes, *FREE, "--precision", "fp32", "--ffmpeg", path],
         env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    wait_for((tmp_path / "begun").exists)
+    wait_for(lambda: (tmp_path / "begun").exists() or process.poll() is not None)
+    assert process.poll() is None, process.communicate()[1]
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
@@ -461,23 +465,19 @@ def test_a_stopped_loop_finishes_the_job_at_hand(decoder, vaes, tmp_path):
     assert places_of(decoder.root) == {first: ["done"], second: ["verified"]}
 
 
-def wait_for(condition, seconds: float = 60) -> None:
+def wait_for(condition, seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
-def processes_with(text: str) -> list[bytes]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = path.read_bytes()
-        except OSError:
-            continue
-        if text.encode() in line and b"ffmpeg" in line:
-            found.append(line)
-    return found
+def gone(pid: int) -> bool:
+    """Whether a process has ended; who inherits it may not have reaped it yet."""
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 # ---------------------------------------------------------------- what is printed

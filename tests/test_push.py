@@ -490,7 +490,7 @@ def test_an_interrupted_push_puts_back_and_leaves_no_child(sampler, decoder, far
     wait_for((tmp_path / "reached").exists)
     assert places_of(sampler.root) == {name: ["active/push-0"]}
     process.send_signal(number)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == code
     wait_for(lambda: not children_with(str(decoder.root)))
     if number != signal.SIGKILL:
@@ -501,7 +501,7 @@ def test_an_interrupted_push_puts_back_and_leaves_no_child(sampler, decoder, far
     assert (places_of(sampler.root), places_of(decoder.root)) == ({name: ["done"]}, {name: ["incoming"]})
 
 
-def wait_for(condition, seconds: float = 20) -> None:
+def wait_for(condition, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
