@@ -134,6 +134,12 @@ def program():
     return run_program
 
 
+def lock_fds() -> set[int]:
+    """The lock files that this process has open."""
+    paths = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return {int(path.name) for path in paths if os.readlink(path).rpartition("/")[0].endswith("/locks")}
+
+
 @pytest.fixture
 def cli(monkeypatch, capfd):
     """The same `main` in this process: cheap."""
@@ -145,6 +151,7 @@ def cli(monkeypatch, capfd):
         from h3spool.cli import main
 
         capfd.readouterr()
+        before = lock_fds()
         monkeypatch.setattr(sys, "argv", ["h3spool", *map(str, args)])
         try:
             with pytest.raises(SystemExit) as end:
@@ -152,6 +159,8 @@ def cli(monkeypatch, capfd):
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+            for fd in lock_fds() - before:  # the end of a process lets the device's lock go
+                os.close(fd)
         out, err = capfd.readouterr()
         return SimpleNamespace(code=end.value.code, out=out, err=err)
 
