@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import shutil
 import unicodedata
 from pathlib import Path
 
 from h3spool import container
 from h3spool.errors import IOFailed, explained
-from h3spool.job import Job
+from h3spool.job import Job, fsync_path
 
 _MAX_NAME_BYTES = 255
 
@@ -45,9 +44,11 @@ def deliver(job: Job, mp4: Path, digest: str, folder: Path, title: str) -> Path:
     folder = Path(os.path.abspath(folder))
     with explained("delivering to", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        fresh = folder / f".h3spool-{secrets.token_hex(8)}.part"
+        fresh = folder / f".{job.name}.part"
         try:
+            fresh.unlink(missing_ok=True)  # of an attempt that died
             _link_or_copy(mp4, fresh)
+            fsync_path(fresh)  # before it has a name that people look at
             if (before := _placed_before(job, folder)) is not None:
                 target, found = before
                 _note(job, target, digest, replaces=found)

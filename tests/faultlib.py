@@ -119,7 +119,8 @@ _WALL = 0x40000000
 _TRACEME, _CONT, _GETREGS, _SETREGS, _SETOPTIONS, _EVENTMSG, _SYSCALL_INFO = 0, 7, 12, 13, 0x4200, 0x4201, 0x420E
 _OPTIONS = 0x2 | 0x4 | 0x8 | 0x10 | 0x80 | 0x100000  # fork, vfork, clone, exec, seccomp, kill when the tracer ends
 _EVENT_FORKS, _EVENT_SECCOMP = (1, 2, 3), 7
-_ORIG_RAX, _RAX, _RDX = 15, 10, 12  # places in struct user_regs_struct
+_ORIG_RAX, _RAX = 15, 10  # places in struct user_regs_struct
+_COUNT_AT = {"sendfile": 7, "copy_file_range": 9}  # r10, r8; else rdx
 
 
 def _ptrace(request: int, pid: int, address: int = 0, data: object = 0) -> int:
@@ -233,7 +234,8 @@ class Tracer:
             registers = (ctypes.c_ulonglong * 27)()
             _ptrace(_GETREGS, tid, 0, ctypes.addressof(registers))
             if action is SHORT:
-                registers[_RDX] = max(1, registers[_RDX] // 2)
+                place = _COUNT_AT.get(point.call, 12)
+                registers[place] = max(1, registers[place] // 2)
             else:
                 registers[_ORIG_RAX], registers[_RAX] = (1 << 64) - 1, (1 << 64) - action
             _ptrace(_SETREGS, tid, 0, ctypes.addressof(registers))
@@ -310,13 +312,27 @@ def _become(argv: list[str], stdin: bytes, log: Path, env: dict, clock_s: float,
     raw = [io.FileIO(fd, mode, closefd=False) for fd, mode in ((0, "rb"), (1, "wb"), (2, "wb"))]
     sys.stdin = io.TextIOWrapper(io.BufferedReader(raw[0]))
     sys.stdout, sys.stderr = (io.TextIOWrapper(io.BufferedWriter(file), line_buffering=True) for file in raw[1:])
-    sys.argv = ["h3spool", *argv]
     from h3spool.cli import main
 
-    try:
-        main()
-    except SystemExit as end:
-        os._exit(end.code if isinstance(end.code, int) else bool(end.code))
+    for words in _split(argv):
+        sys.argv = ["h3spool", *words]
+        try:
+            main()
+        except SystemExit as end:
+            if end.code or words == argv:
+                os._exit(end.code if isinstance(end.code, int) else bool(end.code))
+    os._exit(0)
+
+
+THEN = "&&"
+
+
+def _split(argv: list[str]) -> list[list[str]]:
+    """Several command lines, one after the other while they end with 0."""
+    lines: list[list[str]] = [[]]
+    for word in argv:
+        lines.append([]) if word == THEN else lines[-1].append(word)
+    return lines
 
 
 LAUNCH = "import sys; from h3spool.cli import main; sys.argv[0] = 'h3spool'; main()"
@@ -328,7 +344,7 @@ def preload() -> None:
     import h3spool
 
     for name in sorted(path.stem for path in Path(h3spool.__file__).parent.glob("*.py")):
-        if name not in ("decode", "comfyui", "comfyui_server"):
+        if name not in ("decode", "comfyui", "comfyui_server", "quantize", "compare", "doctor"):  # torch, mostly
             importlib.import_module(f"h3spool.{name}")
     importlib.import_module("h3spool.cli")
     gc.freeze()  # what lives now is not copied by the collector of each fork
@@ -396,8 +412,8 @@ class World:
     def create(self) -> "World":
         """Make both spools."""
         self.root.mkdir(parents=True, exist_ok=True)
-        self.ok("init", self.sampler, "--role", "sampler", "--node", "samp")
-        self.ok("init", self.decoder, "--role", "decoder", "--node", "deco")
+        first, second = ("init", "--role", "sampler", "--node"), ("init", "--role", "decoder", "--node")
+        self.ok(*first, "samp", self.sampler, THEN, *second, "deco", self.decoder)
         return self
 
     def export(self, clip: Path, *, title: str = "clip", spool: Path | None = None) -> str:
@@ -407,15 +423,12 @@ class World:
 
     def hand_over(self) -> None:
         """The ordinary commands, until everything lies verified on the decoder."""
-        self.ok("verify", "-s", self.sampler)
-        self.ok("push", "--to", self.decoder, "--min-free", "0", "-s", self.sampler)
-        self.ok("verify", "-s", self.decoder)
+        send = ("push", "--to", self.decoder, "--min-free", "0", "-s", self.sampler)
+        self.ok("verify", "-s", self.sampler, THEN, *send, THEN, "verify", "-s", self.decoder)
 
     def fsck(self) -> None:
         """Both spools are clean."""
-        for spool in (self.sampler, self.decoder):
-            if spool.exists():
-                self.ok("fsck", "-s", spool)
+        self.ok("fsck", "-s", self.sampler, THEN, "fsck", "-s", self.decoder)
 
 
 # ---------------------------------------------------------------- looking at spools

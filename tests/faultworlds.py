@@ -7,7 +7,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from faultlib import DAY_S, Done, World, contents, digest_of, drop_pair, leftovers, places, where, whole, write_clip
+from faultlib import (
+    DAY_S,
+    THEN,
+    Done,
+    World,
+    contents,
+    digest_of,
+    drop_pair,
+    leftovers,
+    places,
+    where,
+    whole,
+    write_clip,
+)
 
 
 @dataclass(frozen=True)
@@ -57,11 +70,11 @@ def both_hold(world: World) -> None:
 
 def tidy(world: World) -> None:
     """A day later gc clears every tmp/, and nothing else."""
-    for spool in (world.sampler, world.decoder):
-        before = sorted(f"{state}/{path.name}" for state, path in places(spool))
-        world.ok("gc", "-s", spool, clock_s=1.1 * DAY_S)
-        assert leftovers(spool) == []
-        assert sorted(f"{state}/{path.name}" for state, path in places(spool)) == before
+    spools = (world.sampler, world.decoder)
+    before = [sorted(f"{state}/{path.name}" for state, path in places(spool)) for spool in spools]
+    world.ok("gc", "-s", spools[0], THEN, "gc", "-s", spools[1], clock_s=1.1 * DAY_S)
+    assert [leftovers(spool) for spool in spools] == [[], []]
+    assert [sorted(f"{state}/{path.name}" for state, path in places(spool)) for spool in spools] == before
 
 
 def finished_once(world: World) -> None:
@@ -72,7 +85,7 @@ def finished_once(world: World) -> None:
     mp4 = digest_of(job / f"{job.name}.mp4")
     events = json.loads((job / f"{job.name}.pipeline.json").read_text())["events"]
     assert [event["sha256"] for event in events if event["step"] == "mux"][-1] == mp4
-    delivered = world.root / "out"
+    delivered = world.decoder.parent / "out"
     if delivered.exists():
         assert {path.name: digest_of(path) for path in delivered.iterdir() if path.suffix == ".mp4"} == {
             "clip.mp4": mp4
@@ -387,14 +400,14 @@ def has_master(world: World) -> None:
 
 
 def recover_decode(world: World, _done: Done) -> None:
-    deliver = ("--deliver", world.root / "out") if (world.root / "out").exists() else ()
+    deliver = ("--deliver", world.decoder.parent / "out") if (world.decoder.parent / "out").exists() else ()
     world.ok("loop", "--once", *deliver, *engine(world))
     finished_once(world)
 
 
 def will_deliver(world: World) -> None:
     decodable(world)
-    (world.root / "out").mkdir()
+    (world.decoder.parent / "out").mkdir()
 
 
 DECODING = [
@@ -403,7 +416,7 @@ DECODING = [
     Transition(
         "decode-mux",
         will_deliver,
-        lambda w: ("decode", "--mux", "--deliver", w.root / "out", *engine(w)),
+        lambda w: ("decode", "--mux", "--deliver", w.decoder.parent / "out", *engine(w)),
         recover_decode,
         engine=True,
     ),

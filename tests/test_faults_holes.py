@@ -118,8 +118,8 @@ def test_1_the_same_for_a_watched_folder(world, call, where_):
     folder.mkdir()
     write_clip(folder / "clip.h3latent")
     argv = ("export", "--watch", folder, "--min-free", "0", "-s", world.sampler)
-    world.run(*argv, decide=when(call, where_, errno.EIO), timeout_s=4)
-    world.run(*argv, timeout_s=4)
+    world.run(*argv, decide=when(call, where_, errno.EIO), timeout_s=3)
+    world.run(*argv, timeout_s=3)
     settled(world, 1)
 
 
@@ -445,16 +445,20 @@ def test_18_delivered_twice_is_delivered_once(world):
             act()
             os._exit(0)
 
-        code = Tracer(trial.root, lambda n, _p, at=index: KILL if n == at else None).run(child)
+        tracer = Tracer(trial.root, lambda n, _p, at=index: KILL if n == at else None)
+        code = tracer.run(child)
         mp4.unlink()  # a decode repeated makes a new file, with other bytes
         mp4.write_bytes(b"decoded again")
         act()
-        files = {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith(".")}
+        files = {path.name: path.read_bytes() for path in folder.iterdir()}
         assert files == {"A title.mp4": b"decoded again"}, index
         if code == 0:
             break
     assert index > 5
     assert code == 0
+    texts = [str(point) for point in tracer.points]
+    placed = next(n for n, text in enumerate(texts) if text.endswith("-> out/A title.mp4"))
+    assert any(text.startswith("fsync out/") for text in texts[:placed])  # people never see it empty
 
 
 def test_19_an_admit_that_waits_for_its_sender_blocks_nobody(world):

@@ -228,20 +228,12 @@ def test_what_was_acknowledged_survives_a_power_cut(folder, step, unrelated):
 
 @contextmanager
 def recovered(run: Path, at: Path, images: dict[str, Path]) -> Iterator[World]:
-    """The world after the power is back; loose files of the run (clips) are there."""
-    again = run / "again"
-    shutil.rmtree(again, ignore_errors=True)
-    again.mkdir()
-    for file in (run / "world").iterdir():
-        if file.is_file():
-            shutil.copy(file, again / file.name)
+    """The world after the power is back, under the paths it had."""
     for name, image in images.items():
         if not image.is_dir():
             copy_image(image, at / f"{name}.mounted")
             images[name] = at / f"{name}.mounted"
-    with disks(again, images) as world:
-        if (run / "world" / "out").exists():
-            (again / "out").mkdir()
+    with disks(run / "world", images) as world:
         yield world
 
 
