@@ -56,6 +56,7 @@ class Decoding:
     def load(self) -> None:
         """Load what decoding needs, before anything is claimed."""
         if self._engine is None:
+            self._engine_choice.check()
             self._output = self._encoding.output(**self._settings)
             if not self._device_held:
                 self._engine_choice.hold_device(self.spool.root / "locks")
@@ -151,6 +152,7 @@ def decode_one_file(
 
     if len(files) != 1 or target.suffix != ".mp4":
         raise click.UsageError("decode one latent: h3spool decode FILE -o OUT.mp4")
+    engine.check()
     words, output = latent.parse_allow(allow), encoding.output()
     with stoppable():
         clip = render.load_file(Path(files[0]), words)  # a wrong file is refused before a checkpoint is loaded

@@ -105,6 +105,14 @@ class EngineChoice:
     url: str
     allow_remote: bool
 
+    def check(self) -> None:
+        """Refuse options that lead nowhere, before anything is loaded."""
+        if self.engine == "native" and self.video_vae is None:
+            raise click.UsageError(
+                "which checkpoint? give --video-vae FILE and --audio-vae FILE, or set H3SPOOL_VIDEO_VAE and "
+                "H3SPOOL_AUDIO_VAE"
+            )
+
     def hold_device(self, locks: Path) -> None:
         """Refuse (75) to decode beside another process on the same device."""
         if self.engine == "native":
@@ -122,11 +130,6 @@ class EngineChoice:
             names = {key: str(path) if path else None for key, path in names.items()}
             server = Server(self.url, allow_remote=self.allow_remote)
             return ComfyUI(server, ffmpeg=ffmpeg, progress=progress, **names)
-        if self.video_vae is None:
-            raise click.UsageError(
-                "which checkpoint? give --video-vae FILE and --audio-vae FILE, or set H3SPOOL_VIDEO_VAE and "
-                "H3SPOOL_AUDIO_VAE"
-            )
         from h3spool.decode import Decoder
 
         how = {
