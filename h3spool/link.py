@@ -1,9 +1,9 @@
 """How a sampler reaches a decoder's spool: over SSH with rsync, or as a plain path on the same machine.
 
-A link is used for one push run at a time. `start` starts the receiver and the copying of job directories into the run's
-directory in the peer's tmp/, side by side; `greeting` is the receiver's first line; `sent` waits for the copying; `ask`
-names the jobs and returns the receiver's answers. Every child dies with this process (setpriv --pdeathsig), has its
-exit status and stderr read, and gets `--` before names.
+`begin` starts a push run: the receiver and the copying of job directories into the run's directory in the peer's tmp/,
+side by side. Of the run, `greeting` is the receiver's first line; `sent` waits for the copying; `ask` names the jobs
+and returns the receiver's answers; `end` ends it. Two runs may overlap. Every child dies with this process (setpriv
+--pdeathsig), has its exit status and stderr read, and gets `--` before names.
 """
 
 from __future__ import annotations
@@ -80,19 +80,11 @@ def _sound_result(entry: dict) -> bool:
     return valid_job(str(entry.get("job"))) and isinstance(entry.get("sha256"), str) and type(entry.get("size")) is int
 
 
-class LocalLink:
-    """A peer spool on this machine: the same hand-over, by copying. `uuid` is that spool's."""
+class LocalRun:
+    """One push run to a spool on this machine; see `SshRun`."""
 
-    def __init__(self, peer: Peer, *, min_free_bytes: int):
-        self.peer, self._min_free_bytes = peer, min_free_bytes
-        self._spool = Spool(peer.path)
-        self.uuid: str | None = self._spool.uuid
-        self._run, self._jobs, self._greeting = Path(), [], {}
-
-    def start(self, run: str, jobs: list[Job]) -> None:
-        """Begin a run with these jobs."""
-        self._greeting = admit.greeting(self._spool) | {"min_free_bytes": self._min_free_bytes}
-        self._run, self._jobs = admit.begin_run(self._spool, run), jobs
+    def __init__(self, spool: Spool, greeting: dict, run: Path, jobs: list[Job]):
+        self._spool, self._greeting, self._run, self._jobs = spool, greeting, run, jobs
 
     def greeting(self) -> dict:
         """What the receiver says of its spool."""
@@ -110,11 +102,25 @@ class LocalLink:
 
     def ask(self, manifests: list[dict]) -> list[dict]:
         """Have the jobs admitted; returns one answer a job."""
-        return admit.admit(self._spool, self._run, manifests, min_free_bytes=self._min_free_bytes)
+        return admit.admit(self._spool, self._run, manifests, min_free_bytes=self._greeting["min_free_bytes"])
 
-    def end_run(self) -> None:
+    def end(self) -> None:
         """Clear away what was not admitted."""
         self._spool.discard_unpublished(self._run)
+
+
+class LocalLink:
+    """A peer spool on this machine: the same hand-over, by copying. `uuid` is that spool's."""
+
+    def __init__(self, peer: Peer, *, min_free_bytes: int):
+        self.peer, self._min_free_bytes = peer, min_free_bytes
+        self._spool = Spool(peer.path)
+        self.uuid: str | None = self._spool.uuid
+
+    def begin(self, run: str, jobs: list[Job]) -> LocalRun:
+        """Begin a run with these jobs."""
+        greeting = admit.greeting(self._spool) | {"min_free_bytes": self._min_free_bytes}
+        return LocalRun(self._spool, greeting, admit.begin_run(self._spool, run), jobs)
 
     def results(self) -> list[dict]:
         """What the peer has finished: one {job, sha256, size} a job."""
@@ -155,8 +161,6 @@ class SshLink:
         self._folder = Path(tempfile.mkdtemp(prefix="h3spool-", dir="/tmp"))  # a control path has room for 100 bytes
         self.uuid: str | None = None
         self._master: Child | None = None
-        self._admit: Child | None = None
-        self._rsync: Child | None = None
 
     # -- the argument lists, also for --dry-run
 
@@ -201,35 +205,18 @@ class SshLink:
                 raise TryLater(f"{self.peer.host}: no connection after {_SSH_WAIT_S} s")
             time.sleep(0.005)
 
-    def start(self, run: str, jobs: list[Job]) -> None:
+    def begin(self, run: str, jobs: list[Job]) -> SshRun:
         """Start the receiver of a run and, beside it, rsync.
 
         Raises:
             Unavailable, NotPermitted, TryLater
         """
         self.connect()
-        self._admit = Child(self.remote("admit", "--spool", self.peer.path, "--", run), talk=True)
-        self._rsync = Child(self.rsync([str(job.path) for job in jobs], run))
+        receiver = Child(self.remote("admit", "--spool", self.peer.path, "--", run), talk=True)
+        return SshRun(self, receiver, Child(self.rsync([str(job.path) for job in jobs], run)))
 
-    def greeting(self) -> dict:
-        """The receiver's first line; what a login shell prints before it is passed over.
-
-        Raises:
-            NotUsable, Unavailable, NotPermitted, TryLater, and what the receiver reports of its spool.
-        """
-        for _ in range(200):
-            line = self._admit.read_line()
-            if not line:
-                break
-            try:
-                facts = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(facts, dict) and "h3spool_wire" in facts:
-                return self._understood(facts)
-        raise self._remote_failure(self._admit)
-
-    def _understood(self, facts: dict) -> dict:
+    def understood(self, facts: dict) -> dict:
+        """A greeting that this h3spool can work with, or the failure that it reports."""
         if facts["h3spool_wire"] != admit.WIRE:
             raise NotUsable(
                 f"{self.peer}: speaks wire version {facts['h3spool_wire']}, this h3spool {admit.WIRE}: install the "
@@ -243,31 +230,6 @@ class SshLink:
         self.uuid = facts["uuid"]
         return facts
 
-    def sent(self) -> None:
-        """Wait for rsync.
-
-        Raises:
-            NotUsable, TryLater, IOFailed: by its exit status; some jobs may have arrived all the same.
-        """
-        if status := self._rsync.wait():
-            raise _rsync_failure(self.peer, status, self._rsync.errors())
-
-    def ask(self, manifests: list[dict]) -> list[dict]:
-        """Give the receiver the jobs of the run; one answer a job, fewer where the connection broke."""
-        lines = "".join(json.dumps(entry) + "\n" for entry in manifests) + "\n"
-        try:
-            self._admit.process.stdin.write(lines.encode())
-            self._admit.process.stdin.flush()
-        except OSError:
-            return []
-        answers = []
-        for _ in manifests:
-            try:
-                answers.append(json.loads(self._admit.read_line()))
-            except ValueError:  # the end, or half a line
-                break
-        return [answer for answer in answers if isinstance(answer, dict)]
-
     def results(self) -> list[dict]:
         """What the peer has finished: one {job, sha256, size} a job.
 
@@ -280,7 +242,7 @@ class SshLink:
         while line := child.read_line():
             lines.append(line)
         if child.finish():
-            raise self._remote_failure(child)
+            raise self.remote_failure(child)
         try:
             found = [json.loads(line) for line in lines if line.startswith(b"{")]
         except ValueError:
@@ -303,24 +265,16 @@ class SshLink:
         if status := child.wait():
             raise _rsync_failure(self.peer, status, child.errors())
 
-    def end_run(self) -> None:
-        """Let the receiver end; what was not admitted is cleared away when the next run begins."""
-        if self._rsync is not None and self._rsync.process.poll() is None:
-            self._rsync.kill()
-        if self._admit is not None:
-            self._admit.finish()
-        self._admit = self._rsync = None
-
     def close(self) -> None:
-        """End every child and remove the control socket."""
-        self.end_run()
+        """End the connection, and with it what still runs over it, and remove the control socket."""
         if self._master is not None:
             self._master.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # -- what went wrong
 
-    def _remote_failure(self, child: Child) -> H3SpoolError:
+    def remote_failure(self, child: Child) -> H3SpoolError:
+        """Why h3spool over there ended."""
         status = child.finish()
         if status == 255:
             return self._ssh_failure(child)
@@ -342,6 +296,62 @@ class SshLink:
         if re.search(r"Permission denied|Too many authentication|no matching host key", text):
             return NotPermitted(f"{host}: {text}; `ssh {host} true` must work without a password")
         return TryLater(f"{host}: {text}")
+
+
+class SshRun:
+    """One push run over SSH: the receiver, and rsync beside it."""
+
+    def __init__(self, link: SshLink, receiver: Child, rsync: Child):
+        self._link, self._receiver, self._rsync = link, receiver, rsync
+
+    def greeting(self) -> dict:
+        """The receiver's first line; what a login shell prints before it is passed over.
+
+        Raises:
+            NotUsable, Unavailable, NotPermitted, TryLater, and what the receiver reports of its spool.
+        """
+        for _ in range(200):
+            line = self._receiver.read_line()
+            if not line:
+                break
+            try:
+                facts = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(facts, dict) and "h3spool_wire" in facts:
+                return self._link.understood(facts)
+        raise self._link.remote_failure(self._receiver)
+
+    def sent(self) -> None:
+        """Wait for rsync.
+
+        Raises:
+            NotUsable, TryLater, IOFailed: by its exit status; some jobs may have arrived all the same.
+        """
+        if status := self._rsync.wait():
+            raise _rsync_failure(self._link.peer, status, self._rsync.errors())
+
+    def ask(self, manifests: list[dict]) -> list[dict]:
+        """Give the receiver the jobs of the run; one answer a job, fewer where the connection broke."""
+        lines = "".join(json.dumps(entry) + "\n" for entry in manifests) + "\n"
+        try:
+            self._receiver.process.stdin.write(lines.encode())
+            self._receiver.process.stdin.flush()
+        except OSError:
+            return []
+        answers = []
+        for _ in manifests:
+            try:
+                answers.append(json.loads(self._receiver.read_line()))
+            except ValueError:  # the end, or half a line
+                break
+        return [answer for answer in answers if isinstance(answer, dict)]
+
+    def end(self) -> None:
+        """Let the receiver end; what was not admitted is cleared away when a later run begins."""
+        if self._rsync.process.poll() is None:
+            self._rsync.kill()
+        self._receiver.finish()
 
 
 _RSYNC_AGAIN = {10: "socket I/O", 11: "file I/O, disk full there?", 12: "protocol stream, rsync missing there?",

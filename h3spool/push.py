@@ -6,15 +6,17 @@ hears of it, and from then on the job goes to that spool only. push counts no at
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from h3spool import admit, receipt
 from h3spool.errors import ERRORS, BadData, H3SpoolError, IOFailed, NotFound, NotUsable, TryLater
 from h3spool.job import Job, Outcome
-from h3spool.link import LocalLink, SshLink
+from h3spool.link import LocalLink, LocalRun, SshLink, SshRun
 from h3spool.spool import FSYNC_THREADS, Slot, Spool
 from h3spool.steps import elsewhere
 
@@ -37,14 +39,23 @@ def push(spool: Spool, link: LocalLink | SshLink, names: Iterable[str] = ()) -> 
     if not waiting:
         return
     slot = spool.take_slot("push")
+    runs: deque[_Run] = deque()
     try:
-        while waiting:
-            jobs, waiting, missed = _claim(slot, waiting)
-            yield from (elsewhere(spool, name, "verified") for name in missed if asked)
-            if jobs:
-                outcomes = _Run(slot, link, jobs).outcomes()
+        for parity in itertools.cycle((0, 1)):
+            if waiting:
+                jobs, waiting, missed = _claim(slot, waiting)
+                yield from (elsewhere(spool, name, "verified") for name in missed if asked)
+                if jobs:
+                    runs.append(_Run(slot, link, jobs, parity))
+                    runs[-1].begin()
+            if not runs:
+                return
+            if len(runs) == 2 or not waiting:  # one run is sent while the one before is admitted
+                outcomes = runs.popleft().finish()
                 yield from (outcome for outcome in outcomes if asked or not isinstance(outcome.error, _BoundElsewhere))
     finally:
+        for run in runs:
+            run.end({})
         slot.release()
 
 
@@ -75,27 +86,43 @@ def _claim(slot: Slot, names: list[str]) -> tuple[list[Job], list[str], list[str
 class _Run:
     """One push run: what it holds, and what of it is settled."""
 
-    def __init__(self, slot: Slot, link: LocalLink | SshLink, jobs: list[Job]):
+    def __init__(self, slot: Slot, link: LocalLink | SshLink, jobs: list[Job], parity: int):
         self.slot, self.link, self.spool = slot, link, slot.spool
         self.held = {job.name: job for job in jobs}
-        self.name = f"push-{self.spool.uuid}-{slot.number}-{secrets.token_hex(8)}"
+        # the receiver clears older runs of the same sender and number: two that overlap need two numbers
+        self.name = f"push-{self.spool.uuid}-{2 * slot.number + parity}-{secrets.token_hex(8)}"
         self.start = receipt.now()
+        self._transfer: LocalRun | SshRun | None = None
+        self._manifests: dict[str, dict] = {}
+        self._outcomes: list[Outcome] = []
 
-    def outcomes(self) -> list[Outcome]:
-        """Do the run. Whatever happens, each job is settled or put back."""
+    def begin(self) -> None:
+        """Prepare the jobs and start to send them."""
+        self._prepare()
+        if self.held:
+            self._transfer = self.link.begin(self.name, list(self.held.values()))
+
+    def finish(self) -> list[Outcome]:
+        """Have the jobs admitted. Whatever happens, each is settled or put back."""
         reasons: dict[str, BaseException | None] = {}
         try:
-            outcomes = self._hand_over()
-            reasons = {outcome.job: outcome.error for outcome in outcomes}
-            return outcomes
+            if self.held:
+                self._outcomes += self._hand_over(self._transfer)
+            reasons = {outcome.job: outcome.error for outcome in self._outcomes}
+            return self._outcomes
         except BaseException as error:
             reasons = dict.fromkeys(self.held, error)
             raise
         finally:
-            self.link.end_run()
-            for job in list(self.held.values()):
-                if job.path.exists():  # a death of the disk between rename and fsync leaves it in done/
-                    self._put_back(job, reasons.get(job.name))
+            self.end(reasons)
+
+    def end(self, reasons: dict[str, BaseException | None]) -> None:
+        """End the children, then put back what is not settled."""
+        if self._transfer is not None:
+            self._transfer.end()
+        for job in list(self.held.values()):
+            if job.path.exists():  # a death of the disk between rename and fsync leaves it in done/
+                self._put_back(job, reasons.get(job.name))
 
     def _put_back(self, job: Job, reason: BaseException | None) -> None:
         try:
@@ -106,28 +133,23 @@ class _Run:
             pass  # a full disk must not keep the job in the slot
         self.slot.put_back(self.held.pop(job.name))
 
-    def _hand_over(self) -> list[Outcome]:
-        manifests, outcomes = self._prepare()
-        if not self.held:
-            return outcomes
-        self.link.start(self.name, list(self.held.values()))
-        greeting = self.link.greeting()
-        outcomes += self._leave_others(greeting["uuid"])
+    def _hand_over(self, transfer: LocalRun | SshRun) -> list[Outcome]:
+        greeting = transfer.greeting()
+        outcomes = self._leave_others(greeting["uuid"])
         self._require_room(greeting)
         jobs, failure = list(self.held.values()), None
         with ThreadPoolExecutor(FSYNC_THREADS) as pool:  # while rsync sends
             list(pool.map(lambda job: _bind(job, greeting["uuid"]), jobs))
         try:
-            self.link.sent()
+            transfer.sent()
         except H3SpoolError as error:
             failure = error  # what arrived all the same is asked for
-        answers = self.link.ask([manifests[job.name] for job in jobs]) if jobs else []
+        answers = transfer.ask([self._manifests[job.name] for job in jobs]) if jobs else []
         facts = {"peer_uuid": greeting["uuid"], "peer_node": greeting["node"]}
         return outcomes + self._settle(jobs, {answer.get("job"): answer for answer in answers}, failure, facts)
 
-    def _prepare(self) -> tuple[dict[str, dict], list[Outcome]]:
+    def _prepare(self) -> None:
         """Open the push event in each receipt (the receiver closes it), then take the manifests."""
-        manifests, outcomes = {}, []
         for job in list(self.held.values()):
             account = job.receipt()
             opened = receipt.event("push", self.spool.node, self.start, receipt.OPEN, peer=str(self.link.peer))
@@ -138,10 +160,9 @@ class _Run:
             account["events"].append(opened)
             job.write_receipt(account)
             try:
-                manifests[job.name] = admit.manifest(job)
+                self._manifests[job.name] = admit.manifest(job)
             except (BadData, NotFound) as error:
-                outcomes.append(self._fail(job, BadData(str(error))))
-        return manifests, outcomes
+                self._outcomes.append(self._fail(job, BadData(str(error))))
 
     def _leave_others(self, uuid: str) -> list[Outcome]:
         """Put back what is bound to another spool; it is not named to this one."""
