@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -79,9 +80,7 @@ def _take(spool: Spool, job: Job, entry: dict, start: str, peer: str) -> None:
     fsync_tree(job.path)
     target = spool.root / "results" / job.name
     with explained("moving", job.path):
-        if not target.exists():
-            os.rename(job.path, target)
-        else:
+        if not _moved(job.path, target) and digest not in _hashes(target):  # another pull may have been faster
             number = 2 + sum(
                 re.fullmatch(rf"{re.escape(job.name)}\.\d+\.mp4", name) is not None for name in os.listdir(target)
             )
@@ -89,6 +88,17 @@ def _take(spool: Spool, job: Job, entry: dict, start: str, peer: str) -> None:
                 os.rename(job.file(suffix), target / f"{job.name}.{number}{suffix}")
             fsync_path(target)
     fsync_path(target.parent)
+
+
+def _moved(source: Path, target: Path) -> bool:
+    """Rename a directory, unless there is one of that name."""
+    try:
+        os.rename(source, target)
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            return False
+        raise
+    return True
 
 
 def _hashes(folder: Path) -> set[str]:

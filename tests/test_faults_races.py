@@ -12,9 +12,25 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from faultlib import FULL, World, memory_folder, need, places, preload, say, where, write_clip
+from faultlib import (
+    DAY_S,
+    FULL,
+    THEN,
+    Done,
+    World,
+    memory_folder,
+    need,
+    need_tracing,
+    picks,
+    places,
+    points_of,
+    preload,
+    say,
+    where,
+    write_clip,
+)
 from faultssh import far_node
-from faultworlds import done_on_decoder, verified
+from faultworlds import PUSH, TRANSITIONS, done_on_decoder, verified
 
 pytestmark = pytest.mark.faults
 WORKERS = 8
@@ -170,6 +186,54 @@ def test_a_child_does_not_keep_its_parents_slot(folder):
     need(shutil.which("setpriv") is not None, "setpriv is not installed")
     assert len(children) == 2
     assert len(alive) <= 1  # the plain one; the product's dies with the worker
+
+
+# ---------------------------------------------------------------- one command beside another
+
+TWO_DAYS = 2 * DAY_S
+OTHERS: dict[str, Callable[[World], Done]] = {
+    "gc, two days on": lambda w: w.run(
+        "gc", "-s", w.sampler, THEN, "gc", "-s", w.decoder, clock_s=TWO_DAYS, timeout_s=1
+    ),
+    "push": lambda w: w.run(*PUSH, w.decoder, "-s", w.sampler, timeout_s=1),
+    "verify there": lambda w: w.run("verify", "-s", w.decoder, timeout_s=1),
+    "verify here": lambda w: w.run("verify", "-s", w.sampler, timeout_s=1),
+    "repair": lambda w: w.run("fsck", "--repair", "-s", w.decoder, timeout_s=2),
+    "pull": lambda w: w.run("pull", "--from", w.decoder, "--min-free", "0", "-s", w.sampler, timeout_s=1),
+}
+PAIRS = [
+    ("push", "gc, two days on"), ("push", "push"), ("push", "verify there"), ("push", "repair"),
+    ("admit", "push"), ("admit", "gc, two days on"), ("admit", "verify there"), ("export", "gc, two days on"),
+    ("adopt", "gc, two days on"), ("adopt", "verify here"), ("pull", "gc, two days on"), ("pull", "pull"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "other"), PAIRS)
+def test_another_command_at_any_moment_loses_and_doubles_nothing(folder, name, other):
+    """The first is held before one of its calls, the other runs to its end (or is killed where it waits for a lock)."""
+    need_tracing()
+    step = next(step for step in TRANSITIONS if step.name == name)
+    base = World(folder / "base").create()
+    step.prepare(base)
+    world = base.copy(folder / "trial")
+    total = len(points_of(world, *step.argv(world), stdin=step.stdin(world)).points)
+    chosen = picks(total, 3)[:: 2 if FULL else 1]
+    for index in chosen:
+        world = base.copy(folder / "trial")
+        beside = World(world.root, folder / "beside.log")
+        stdin, argv = step.stdin(world), step.argv(world)
+
+        def decide(n, _point, at=index, beside=beside):
+            if n == at:
+                OTHERS[other](beside)
+
+        done = world.run(*argv, stdin=stdin, decide=decide)
+        assert "this is a bug" not in done.err, done.err
+        try:
+            step.recover(world, done)
+        except AssertionError as error:
+            raise AssertionError(f"{other} beside {name} before {index}: {done.points[index]}\n{error}") from error
+    say(f"beside each other: {other} at {len(chosen)} of {total} points of {name}")
 
 
 # ---------------------------------------------------------------- hostile words
