@@ -45,6 +45,7 @@ def adopt(spool: Spool, *, settle_s: float = SETTLE_S) -> Iterator[Outcome]:
 
     Yields an outcome for each job adopted or quarantined; pairs that must wait are silent.
     """
+    _give_back(spool)
     names = set(loose_files(spool))
     for name in sorted(names):
         stem = name.removesuffix(_SUFFIX)
@@ -58,6 +59,15 @@ def adopt(spool: Spool, *, settle_s: float = SETTLE_S) -> Iterator[Outcome]:
                 yield outcome
         elif name.endswith(".sha256"):
             _drop_finished_sidecar(spool, name, names)
+
+
+def _give_back(spool: Spool) -> None:
+    """Return loose files that were taken into tmp/, which is what a death leaves; meeting one again changes nothing."""
+    for folder in sorted((spool.root / "tmp").glob("taken-*")):
+        for path in sorted(folder.iterdir()):
+            with explained("giving back", path), suppress(FileExistsError):  # replaced meanwhile: that one counts
+                os.link(path, spool.root / "incoming" / path.name)
+        spool.discard(folder)
 
 
 def _drop_finished_sidecar(spool: Spool, name: str, names: set[str]) -> None:
@@ -164,15 +174,14 @@ class _Pair:
         for path, identity in zip((self.latent, self.sidecar), before, strict=True):
             if _identity(path) != identity:
                 return
-            taken = self.spool.tmp_path("taken")
+            taken = self.spool.tmp_dir("taken") / path.name
             with explained("removing", path), suppress(FileNotFoundError):
                 os.rename(path, taken)
                 if _identity(taken) != identity:
-                    with suppress(FileExistsError):  # replaced once more: that one counts
-                        os.link(taken, path)
-                    taken.unlink()
+                    _give_back(self.spool)
                     return
                 taken.unlink()
+            self.spool.discard(taken.parent)
 
 
 def _identity(path: Path) -> Identity | None:

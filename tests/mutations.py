@@ -187,8 +187,15 @@ MUTATIONS = [
     Mutation(
         "a replaced file is given back",
         "adopt.py",
-        "                        os.link(taken, path)\n",
-        "                        pass\n",
+        "                    _give_back(self.spool)\n",
+        "                    taken.unlink()\n",
+        holes("test_14"),
+    ),
+    Mutation(
+        "a death in between does not keep it",
+        "adopt.py",
+        "    _give_back(spool)\n    names",
+        "    names",
         holes("test_14"),
     ),
     Mutation(

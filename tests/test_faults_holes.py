@@ -397,6 +397,28 @@ def test_14_a_pair_replaced_while_it_is_adopted_is_two_jobs(world):
         assert [path for path in (trial.sampler / "incoming").iterdir() if path.is_file()] == []
 
 
+def test_14_a_death_while_a_replaced_file_is_taken_out_keeps_it(world):
+    """Replaced right before it is taken into tmp/, killed before it is given back."""
+    drop_pair(world.sampler / "incoming", "pair", clip(world, 1).read_bytes())
+    taking, giving = (
+        when("rename", "S/incoming/pair.h3latent -> S/tmp/taken"),
+        when("link", "S/tmp/taken.* -> S/incoming/pair"),
+    )
+
+    def decide(n, point):
+        if taking(n, point):
+            (world.sampler / "incoming" / "pair.h3latent").unlink()
+            (world.sampler / "incoming" / "pair.h3latent").write_bytes(clip(world, 2).read_bytes())
+        return giving(n, point)
+
+    assert world.run("verify", "-s", world.sampler, decide=decide).code == -9
+    world.ok("verify", "-s", world.sampler)
+    raw = clip(world, 2).read_bytes()
+    assert (world.sampler / "incoming" / "pair.h3latent").read_bytes() == raw
+    drop_pair(world.sampler / "incoming", "pair", raw)  # the tool brings the checksum too
+    settled(world, 2)
+
+
 def test_15_killed_between_the_two_unlinks_the_lone_sidecar_goes(world):
     drop_pair(world.sampler / "incoming", "my pair", clip(world).read_bytes())
     done = world.run(
