@@ -290,3 +290,22 @@ def test_a_wedged_device_ends_the_process(shortest, interval, count, wedged, end
     argv = [sys.executable, "-c", WATCH, *map(str, (shortest, interval, count, wedged))]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=20, check=False)
     assert (done.returncode, done.stdout) == end
+
+
+# ---------------------------------------------------------------- the doorbell
+
+
+def test_the_doorbell_ends_a_pause_early_and_only_then(tmp_path):
+    (tmp_path / "incoming").mkdir()
+    (tmp_path / "job").mkdir()
+    bell = loop.Doorbell([tmp_path / "incoming", tmp_path / "missing"])
+    begin = time.monotonic()
+    bell.wait(0.2)
+    assert time.monotonic() - begin >= 0.2
+    os.rename(tmp_path / "job", tmp_path / "incoming" / "job")
+    begin = time.monotonic()
+    bell.wait(20)
+    assert time.monotonic() - begin < 10
+    begin = time.monotonic()
+    bell.wait(0.2)  # what rang once rings once
+    assert time.monotonic() - begin >= 0.2

@@ -139,7 +139,7 @@ def decode(
     if stopping.watch:
         decoding.load()
         passes = [Pass("decode", decoding.decode)]
-        run_passes(passes, once=False, grace_s=stopping.grace, as_json=as_json)
+        run_passes(passes, decoding.spool, once=False, grace_s=stopping.grace, as_json=as_json)
     with stoppable():
         Batch(as_json).run(decoding.decode(jobs))
 
@@ -187,7 +187,7 @@ def mux(
 
     decoding = Decoding(spool, None, encoding, min_free, deliver=deliver)
     if stopping.watch:
-        run_passes([Pass("mux", decoding.mux)], once=False, grace_s=stopping.grace, as_json=as_json)
+        run_passes([Pass("mux", decoding.mux)], spool, once=False, grace_s=stopping.grace, as_json=as_json)
     with stoppable():
         Batch(as_json).run(decoding.mux(jobs))
 
@@ -235,12 +235,12 @@ def loop(
             raise click.UsageError("where to? give --to [USER@]HOST:SPOOL or set H3SPOOL_TO")
         with peer_link(to, peer, min_free) as link:
             passes = [checking, Pass("push", lambda: sending.push(spool, link))]
-            return run_passes(passes, once=once, grace_s=grace, as_json=as_json)
+            return run_passes(passes, spool, once=once, grace_s=grace, as_json=as_json)
     decoding = Decoding(spool, engine, encoding, min_free, keep_master=keep_master, deliver=deliver)
     if not once:
         decoding.load()
     passes = [checking, Pass("mux", decoding.mux), Pass("decode", decoding.decode)]
-    return run_passes(passes, once=once, grace_s=grace, as_json=as_json)
+    return run_passes(passes, spool, once=once, grace_s=grace, as_json=as_json)
 
 
 @click.command()

@@ -77,7 +77,7 @@ def export(
     settings = Settings(name, latent.parse_allow(allow), facts, int(min_free * GIB))
     if watch:
         passes = [Pass("export", Watcher(spool, watch, settings).scan)]
-        run_passes(passes, once=False, grace_s=60, as_json=as_json)
+        run_passes(passes, spool, once=False, grace_s=60, as_json=as_json)
     pairs = [[video, *([audio] if audio else [])]] if video else []
     every = [*pairs, *([file] for file in files)]
     Batch(as_json).run(export_files(spool, paths, settings, allow_pickle=allow_pickle) for paths in every)

@@ -46,7 +46,7 @@ def verify(spool: object, jobs: tuple[str, ...], settle: float, stopping: Stoppi
 
     if stopping.watch:
         passes = [Pass("verify", lambda: steps.verify_if_idle(spool, settle_s=settle))]
-        run_passes(passes, once=False, grace_s=stopping.grace, as_json=as_json)
+        run_passes(passes, spool, once=False, grace_s=stopping.grace, as_json=as_json)
     with stoppable():
         Batch(as_json).run(steps.verify(spool, jobs, settle_s=settle))
 
@@ -83,7 +83,7 @@ def push(
             return show_push(spool, link)
         if stopping.watch:
             passes = [Pass("push", lambda: sending.push(spool, link))]
-            run_passes(passes, once=False, grace_s=stopping.grace, as_json=as_json)
+            run_passes(passes, spool, once=False, grace_s=stopping.grace, as_json=as_json)
         with stoppable():
             Batch(as_json).run(sending.push(spool, link, jobs))
 

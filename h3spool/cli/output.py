@@ -67,8 +67,8 @@ def stoppable(grace_s: float = 0.0) -> Iterator[object]:
     yield Stop(grace_s)
 
 
-def run_passes(passes: list, *, once: bool, grace_s: float, as_json: bool) -> None:
-    """Run steps in a loop, and tell about it."""
+def run_passes(passes: list, spool: object, *, once: bool, grace_s: float, as_json: bool) -> None:
+    """Run steps on a spool in a loop, and tell about it."""
     from h3spool import loop
 
     batch = Batch(as_json)
@@ -79,7 +79,8 @@ def run_passes(passes: list, *, once: bool, grace_s: float, as_json: bool) -> No
         ),
         heartbeat=lambda: note(f"h3spool: alive, {batch.finished} steps finished since the start"),
     )
-    code = loop.run(passes, loop.Stop(grace_s), reporter, once=once)
+    bell = loop.Doorbell(spool.root / state for state in ("incoming", "verified", "decoded"))
+    code = loop.run(passes, loop.Stop(grace_s), reporter, once=once, pause=bell.wait)
     click.get_current_context().exit(code)
 
 
