@@ -34,11 +34,11 @@ system:
 
 $(VENV)/ready: setup.cfg constraints.txt
 	@sh bin/need python3-venv
-	@PYTHON="$(PYTHON)" sh bin/make-venv "$(VENV)" .
+	@PYTHONWARNINGS=ignore PYTHON="$(PYTHON)" sh bin/make-venv "$(VENV)" .
 	@touch $@
 
 $(VENV)/test-ready: $(VENV)/ready
-	$(BIN)/pip install -q -c constraints.txt -e '.[test,dev,comfyui]'
+	@PYTHONWARNINGS=ignore $(BIN)/pip install -q -c constraints.txt -e '.[test,dev,comfyui]'
 	@touch $@
 
 clean:  ## remove what was set up and made

@@ -1,8 +1,8 @@
-"""Run the benchmarks: `python -m bench [handover] [decode]`."""
+"""Run the benchmarks: `python -m bench [handover] [block] [decode]`."""
 
 import sys
 
-PARTS = ("handover", "decode")
+PARTS = ("handover", "block", "decode")
 
 
 def main() -> None:
