@@ -333,7 +333,8 @@ def _repair(spool: Spool, findings: list[Finding]) -> None:
             if _only_mode(path):
                 path.chmod(0o700)
     if _only_mode(spool.root):
-        spool.root.chmod(spool.root.stat().st_mode & 0o755)
+        with explained("repairing", spool.root):
+            spool.root.chmod(spool.root.stat().st_mode & 0o755)
     spool.finish_published()
     for step in ("push", "decode", "mux"):
         spool.empty_slots(step)

@@ -431,6 +431,20 @@ class World:
         self.ok("fsck", "-s", self.sampler, THEN, "fsck", "-s", self.decoder)
 
 
+def in_a_fork(work: Callable[[], None]) -> None:
+    """Do it in a child, so that what it imports (torch) does not make every later fork of this process dear."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, "it failed in a child; see the captured stderr"
+
+
 # ---------------------------------------------------------------- looking at spools
 
 

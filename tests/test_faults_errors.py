@@ -2,6 +2,7 @@
 
 import errno
 import shutil
+from pathlib import Path
 
 import pytest
 from faultlib import (
@@ -18,7 +19,7 @@ from faultlib import (
     points_of,
     say,
 )
-from faultworlds import DECODING, PUSH, TRANSITIONS, clip, make_checkpoint, settled
+from faultworlds import DECODING, PUSH, TRANSITIONS, Transition, clip, make_checkpoint, settled, with_torch_apart
 
 pytestmark = pytest.mark.faults
 
@@ -61,8 +62,10 @@ def chosen_modes(turn: int) -> list:
 
 @pytest.mark.parametrize("step", [*TRANSITIONS, *(DECODING if FULL else DECODING[-1:])], ids=lambda step: step.name)
 def test_an_error_of_the_system_is_told_and_loses_nothing(worlds, step):
-    if step.engine:
-        import h3spool.decode  # noqa: F401
+    with_torch_apart(step, lambda: fail_everywhere(worlds, step))
+
+
+def fail_everywhere(worlds: Path, step: Transition) -> None:
     base = World(worlds / "empty").copy(worlds / step.name)
     step.prepare(base)
     world = base.copy(worlds / "trial")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from faultlib import FULL, KILL, Done, World, at, memory_folder, need_tracing, picks, points_of, say
-from faultworlds import DECODING, TRANSITIONS, Transition, make_checkpoint
+from faultworlds import DECODING, TRANSITIONS, Transition, make_checkpoint, with_torch_apart
 
 pytestmark = pytest.mark.faults
 
@@ -34,8 +34,10 @@ def is_fresh(step: Transition) -> bool:
 
 @pytest.mark.parametrize("step", [*TRANSITIONS, *(DECODING if FULL else DECODING[-1:])], ids=lambda step: step.name)
 def test_nothing_is_lost_wherever_it_is_killed(worlds, step):
-    if step.engine:
-        import h3spool.decode  # noqa: F401  (in this process, so that a fork has torch)
+    with_torch_apart(step, lambda: kill_everywhere(worlds, step))
+
+
+def kill_everywhere(worlds: Path, step: Transition) -> None:
     base = World(worlds / "empty").copy(worlds / step.name)
     step.prepare(base)
     whole_run = base.copy(worlds / "trial")

@@ -30,7 +30,15 @@ from faultlib import (
     where,
     whole,
 )
-from faultworlds import DECODING, TRANSITIONS, Transition, finished_once, make_checkpoint, recover_pull
+from faultworlds import (
+    DECODING,
+    TRANSITIONS,
+    Transition,
+    finished_once,
+    make_checkpoint,
+    recover_pull,
+    with_torch_apart,
+)
 
 pytestmark = pytest.mark.faults
 
@@ -139,7 +147,7 @@ PROMISES: dict[str, tuple[str, Callable[[World, Done], None]]] = {  # transition
     "mux": ("d", holds_done),
     "decode-mux": ("d", holds_done),
 }
-SHORT_FORM = ("export", "adopt", "push", "requeue", "pull", "decode")
+SHORT_FORM = ("export", "adopt", "push", "requeue", "pull")
 STEPS = [step for step in (*TRANSITIONS, *DECODING) if step.name in (PROMISES if FULL else SHORT_FORM)]
 
 
@@ -201,8 +209,10 @@ def losers(step: Transition, turn: int) -> tuple[str, ...]:
 @pytest.mark.parametrize("unrelated", [False, True], ids=["alone", "with an unrelated fsync"])
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
 def test_what_was_acknowledged_survives_a_power_cut(folder, step, unrelated):
-    if step.engine:
-        import h3spool.decode  # noqa: F401
+    with_torch_apart(step, lambda: cut_everywhere(folder, step, unrelated))
+
+
+def cut_everywhere(folder: Path, step: Transition, unrelated: bool) -> None:
     chosen = None
     if not FULL:
         total = len(dry_run(folder, step))

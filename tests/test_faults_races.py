@@ -123,7 +123,7 @@ def test_workers_killed_at_random_leave_no_job_behind(folder):
         while waiting := spool.names("verified"):
             for name in random.sample(waiting, len(waiting)):
                 if (job := slot.claim(name)) is not None:
-                    time.sleep(0.002)
+                    time.sleep(0.01)
                     spool.promote(job, "done")
             spool.empty_slots("decode")
 
@@ -133,7 +133,7 @@ def test_workers_killed_at_random_leave_no_job_behind(folder):
         while len(pids) < WORKERS:
             pids.append(fork(worker))
             starts += 1
-        time.sleep(draw.uniform(0.005, 0.03))
+        time.sleep(draw.uniform(0.005, 0.02))
         victim = pids.pop(draw.randrange(len(pids)))
         kills += 1
         os.kill(victim, signal.SIGKILL)
