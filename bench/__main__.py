@@ -1,8 +1,8 @@
-"""Run the benchmarks: `python -m bench [handover] [block] [decode]`."""
+"""Run the benchmarks: `python -m bench [handover] [block] [cold] [decode]`."""
 
 import sys
 
-PARTS = ("handover", "block", "decode")
+PARTS = ("handover", "block", "cold", "decode")
 
 
 def main() -> None:
