@@ -10,7 +10,8 @@ demo: $(VENV)/ready  ## carry two clips from a sampler spool to MP4s
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/demo/demo.sh
 
 test: system $(VENV)/test-ready  ## the default test suite
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q --ignore-glob='tests/test_faults_*'
+	$(BIN)/python -m pytest -q tests/test_faults_*.py
 
 test-faults: system $(VENV)/test-ready  ## kill, starve and corrupt everything, at length
 	H3SPOOL_FAULTS=full $(BIN)/python -m pytest -q -m faults

@@ -7,6 +7,8 @@ import shutil
 import subprocess
 import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from h3spool.errors import Unavailable
 
@@ -38,6 +40,17 @@ class Child:
     def read_line(self) -> bytes:
         """One line of the child's stdout, empty at its end."""
         return self.process.stdout.readline(1 << 20)
+
+    @contextmanager
+    def deadline(self, timeout_s: float) -> Iterator[None]:
+        """Kill the child if the block takes longer: what hangs over there must not hang here."""
+        timer = threading.Timer(timeout_s, self.process.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def wait(self) -> int:
         """Wait for the end; returns the exit status."""

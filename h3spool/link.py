@@ -40,6 +40,7 @@ _TRAVELS = (*admit.REQUIRED, *admit.OPTIONAL)
 _COMES_BACK = (".mp4", ".pipeline.json")
 _CLASS_OF = {error.exit_code: error for error in ERRORS}
 _SSH_WAIT_S = 30
+GREETING_S, ANSWERS_S = 60.0, 600.0  # how long a receiver may be silent; 512 MiB are hashed and fsynced in seconds
 _UUID = re.compile(r"[0-9a-f-]{36}")
 _GREETING = {"uuid": str, "node": str, "free_bytes": int, "waiting": int, "min_free_bytes": int}
 
@@ -278,6 +279,8 @@ class SshLink:
         status = child.finish()
         if status == 255:
             return self._ssh_failure(child)
+        if status < 0:
+            return TryLater(f"{self.peer.host}: h3spool there did not answer and was given up")
         if status in (126, 127):
             return Unavailable(
                 f"{self.peer.host}: {self._remote_command} is not to be found there ({child.last_error()}); install "
@@ -310,16 +313,17 @@ class SshRun:
         Raises:
             NotUsable, Unavailable, NotPermitted, TryLater, and what the receiver reports of its spool.
         """
-        for _ in range(200):
-            line = self._receiver.read_line()
-            if not line:
-                break
-            try:
-                facts = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(facts, dict) and "h3spool_wire" in facts:
-                return self._link.understood(facts)
+        with self._receiver.deadline(GREETING_S):
+            for _ in range(200):
+                line = self._receiver.read_line()
+                if not line:
+                    break
+                try:
+                    facts = json.loads(line)
+                except ValueError:
+                    continue
+                if isinstance(facts, dict) and "h3spool_wire" in facts:
+                    return self._link.understood(facts)
         raise self._link.remote_failure(self._receiver)
 
     def sent(self) -> None:
@@ -340,11 +344,12 @@ class SshRun:
         except OSError:
             return []
         answers = []
-        for _ in manifests:
-            try:
-                answers.append(json.loads(self._receiver.read_line()))
-            except ValueError:  # the end, or half a line
-                break
+        with self._receiver.deadline(ANSWERS_S):
+            for _ in manifests:
+                try:
+                    answers.append(json.loads(self._receiver.read_line()))
+                except ValueError:  # the end, or half a line
+                    break
         return [answer for answer in answers if isinstance(answer, dict)]
 
     def end(self) -> None:

@@ -538,3 +538,18 @@ def test_one_connection_serves_every_run_and_ends_with_the_link(sampler, decoder
     finally:
         link.close()
     assert not folder.exists()
+
+
+def test_a_receiver_that_hangs_is_given_up_and_the_job_is_back(sampler, decoder, far, tmp_path, monkeypatch):
+    monkeypatch.setattr("h3spool.link.GREETING_S", 1.0)
+    hang = tmp_path / "hang"
+    hang.write_text("#!/bin/sh\nsleep 60\n")
+    hang.chmod(0o755)
+    link = SshLink(Peer.parse(f"atelier:{decoder.root}"), remote_command=str(hang))
+    try:
+        (name,) = verified(sampler)
+        with pytest.raises(TryLater, match="did not answer"):
+            list(pushing.push(sampler, link))
+    finally:
+        link.close()
+    assert sampler.names("verified") == [name]
