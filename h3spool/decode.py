@@ -10,7 +10,6 @@ import fcntl
 import math
 import os
 import queue
-import resource
 import tempfile
 import threading
 import time
@@ -330,4 +329,5 @@ def _peak_bytes(device: torch.device) -> int:
     """Most memory held so far: allocated on a GPU, else resident in this process (mapped weights included)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    status = Path("/proc/self/status").read_text()  # ru_maxrss would count the process that started this one
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
