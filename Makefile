@@ -9,6 +9,8 @@ help:  ## show the targets
 demo: $(VENV)/ready  ## carry two clips from a sampler spool to MP4s
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/demo/demo.sh
 
+setup: $(VENV)/ready  ## make the environment, nothing else
+
 test: system $(VENV)/test-ready  ## the default test suite
 	$(BIN)/python -m pytest -q --ignore-glob='tests/test_faults_*'
 	$(BIN)/python -m pytest -q tests/test_faults_*.py
@@ -45,4 +47,4 @@ $(VENV)/test-ready: $(VENV)/ready
 clean:  ## remove what was set up and made
 	rm -rf "$(VENV)" demo-out build *.egg-info
 
-.PHONY: help demo test test-faults test-mutations parity bench lint system clean
+.PHONY: help demo setup test test-faults test-mutations parity bench lint system clean

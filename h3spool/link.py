@@ -294,6 +294,8 @@ class SshLink:
         child.finish()
         host, lines = self.peer.host, child.errors()
         text = " | ".join(lines[-4:]) or f"ssh ended with {child.process.returncode}"
+        if re.search(r"No \S+ host key is known", " ".join(lines)):
+            return NotPermitted(f"{host}: its host key is not known yet; run `ssh {host}` once and accept it: {text}")
         if re.search(r"Host key verification failed|IDENTIFICATION HAS CHANGED", " ".join(lines)):
             return NotPermitted(f"{host}: its host key is not the one known here; check it, then ssh-keygen -R: {text}")
         if re.search(r"Permission denied|Too many authentication|no matching host key", text):

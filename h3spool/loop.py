@@ -40,8 +40,9 @@ class Stop:
     A second signal does not wait. Interruption is the exception `Interrupted`, so that every `finally` runs.
     """
 
-    def __init__(self, grace_s: float):
-        self.grace_s, self.signum, self._busy = grace_s, 0, False
+    def __init__(self, grace_s: float, waiting: Callable[[], None] = lambda: None):
+        """`waiting` is called when a stop has to wait for the job at hand."""
+        self.grace_s, self.signum, self._busy, self._waiting = grace_s, 0, False, waiting
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._asked)
         signal.signal(signal.SIGALRM, self._expired)
@@ -67,6 +68,7 @@ class Stop:
         if again or not self._busy or self.grace_s <= 0:
             raise Interrupted(signum)
         signal.setitimer(signal.ITIMER_REAL, self.grace_s)
+        self._waiting()
 
     def _expired(self, *_: object) -> None:
         raise Interrupted(self.signum)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -225,6 +226,7 @@ def decode_file(source: LoadedFile, target: Path, engine: object, output: Output
         ]
         note = fresh.with_suffix(".json")
         write_file(note, [receipt.dump(account)])
+        shutil.copymode(fresh, note)
         fsync_path(fresh)
         with explained("writing", target):
             os.replace(note, target.with_suffix(".pipeline.json"))

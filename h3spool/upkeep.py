@@ -110,6 +110,15 @@ class Limits:
 
 def gc(spool: Spool, limits: Limits, *, dry_run: bool = False) -> Iterator[tuple[Path, int]]:
     """Remove what is no longer needed; yields each path with its size in bytes, after it is gone."""
+    if dry_run:  # nothing goes, so a job's directory may follow a file of it
+        found = dict(_gc(spool, limits, dry_run=True))
+        yield from ((path, size) for path, size in found.items() if not found.keys() & set(path.parents))
+    else:
+        yield from _gc(spool, limits, dry_run=False)
+        _gc_seen(spool)
+
+
+def _gc(spool: Spool, limits: Limits, *, dry_run: bool) -> Iterator[tuple[Path, int]]:
     yield from _gc_tmp(spool, dry_run)
     for pick in (_masters, _latents, *([_all] if limits.mp4 else [])):
         yield from _gc_pass(spool, limits, "done", pick, dry_run)
@@ -117,8 +126,6 @@ def gc(spool: Spool, limits: Limits, *, dry_run: bool = False) -> Iterator[tuple
         yield from _gc_pass(spool, limits, "failed", _all if limits.mp4 else _failures, dry_run)
     if limits.results:
         yield from _gc_pass(spool, limits, "results", _all, dry_run)
-    if not dry_run:
-        _gc_seen(spool)
 
 
 def _gc_tmp(spool: Spool, dry_run: bool) -> Iterator[tuple[Path, int]]:

@@ -89,7 +89,7 @@ def test_two_loops_do_it_all(cli, clip, sampler, decoder, vaes):
 def test_a_file_is_decoded_without_a_spool(cli, clip, tmp_path, vaes):
     done = cli("decode", clip, "-o", tmp_path / "out.mp4", *vaes)
     assert (done.code, done.out) == (0, f"{tmp_path}/out.mp4\n")
-    assert "decoded 1 of 1 clips" in done.err
+    assert "decoded 1 of 1 parts" in done.err
     assert media.probe(FFMPEG, tmp_path / "out.mp4")["frames"] == 5
     steps = [event["step"] for event in json.loads((tmp_path / "out.pipeline.json").read_text())["events"]]
     assert steps == ["decode", "mux"]
@@ -113,8 +113,8 @@ def test_a_file_is_decoded_without_a_spool(cli, clip, tmp_path, vaes):
         (["export", "-s", "SPOOL", "x", "--meta", "seed"], "--meta takes KEY=VALUE"),
         (["push", "-s", "SPOOL"], "--to"),
         (["loop", "-s", "SPOOL", "--once"], "where to? give --to"),
-        (["decode", "a", "b", "-o", "c.mp4"], "decode one latent"),
-        (["decode", "a", "-o", "c.avi"], "decode one latent"),
+        (["decode", "a", "b", "-o", "c.mp4"], "decodes one latent"),
+        (["decode", "a", "-o", "c.avi"], "must end in .mp4"),
         (["decode", "CLIP", "-o", "c.mp4"], "which checkpoint? give --video-vae"),
         (["verify", "-s", "SPOOL", "--grace", "soon"], "--grace"),
     ],

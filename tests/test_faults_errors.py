@@ -77,7 +77,13 @@ def fail_everywhere(worlds: Path, step: Transition) -> None:
         trials += [(able[place], name, failing(able[place], *how)) for name, *how in chosen_modes(turn)]
     shorts = [n for n in able if points[n].call in WRITES]
     for place in picks(len(shorts), 1):
-        trials.append((shorts[place], "short write", lambda n, _p, at=shorts[place]: SHORT if n == at else None))
+        trials.append(
+            (
+                shorts[place],
+                "short write",
+                lambda n, p, at=shorts[place]: SHORT if n == at and p.call in WRITES else None,
+            )
+        )
     for index, name, decide in trials:
         world = base.copy(worlds / "trial")
         done = world.run(*step.argv(world), stdin=step.stdin(world), decide=decide, **options)

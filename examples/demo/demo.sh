@@ -10,7 +10,7 @@ out=$(CDPATH='' cd -- "$out" && pwd)
 export H3SPOOL_VIDEO_VAE="$demo/demo_video_vae.safetensors" H3SPOOL_AUDIO_VAE="$demo/demo_audio_vae.safetensors"
 step() { echo; echo "\$ $*"; "$@"; }
 
-echo "A latent of 124 frames at 416x736 is made (a test card through the demo's own encoder); the small one is in the repository."
+echo "A latent of 124 frames, 736x416, is made (a test card through the demo's own encoder); the small one is in the repository."
 python "$demo/test_card.py" "$out/test-card.h3latent"
 
 step h3spool init "$out/sampler" --role sampler --node sampler

@@ -2,7 +2,9 @@
 # The pipeline as single steps, for a shell script of your own. Each step takes what is ready; its exit code says how it
 # went (README lists them): 75 means "try again later", 65 that a job was bad and lies in failed/ with its reason.
 #   night.sh SAMPLER_SPOOL DECODER LATENT...        DECODER is [USER@]HOST:SPOOL or a path
+# Where h3spool is not in PATH, set H3SPOOL to it.
 set -eu
+[ $# -ge 2 ] || { echo "usage: night.sh SAMPLER_SPOOL DECODER [LATENT...]" >&2; exit 2; }
 spool=$1 decoder=$2
 shift 2
 h3spool=${H3SPOOL:-h3spool}

@@ -20,7 +20,7 @@ from h3spool.errors import H3SpoolError, Interrupted
 def main() -> None:
     """Run the command line and exit with its code."""
     try:
-        code = commands.main(standalone_mode=False)
+        code = commands.main(prog_name="h3spool", standalone_mode=False)
     except click.exceptions.Exit as error:
         code = error.exit_code
     except click.ClickException as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -48,7 +49,7 @@ class Decoding:
         self._min_free_bytes = int(min_free * GIB)
         self._engine = self._output = None
         self._device_held = False
-        self._progress = Progress("decoded", "clips")
+        self._progress = Progress("decoded", "parts")
         self._watchdog = Watchdog(
             lambda waited_s: note(f"h3spool: nothing was decoded for {waited_s:.0f} s: the device is wedged; ending")
         )
@@ -103,7 +104,7 @@ class Decoding:
 @click.option("--mux", is_flag=True, help="Make the MP4 in the same pass: verified -> done.")
 @keep_master_option
 @deliver_option
-@click.option("--allow", default="", help="With -o: what the file is meant to be; see export.")
+@click.option("--allow", multiple=True, help="With -o: what the file is meant to be; see export.")
 @engine_options
 @encoding_options
 @min_free_option
@@ -116,7 +117,7 @@ def decode(
     mux: bool,
     keep_master: bool,
     deliver: Path | None,
-    allow: str,
+    allow: tuple[str, ...],
     engine: EngineChoice,
     encoding: EncodingChoice,
     min_free: float,
@@ -132,6 +133,8 @@ def decode(
     """
     from h3spool.loop import Pass
 
+    if output is None and any(os.path.isfile(job) for job in jobs):
+        raise click.UsageError("to decode a file, say where to: h3spool decode FILE -o OUT.mp4")
     if output is not None:
         return decode_one_file(jobs, output, allow, engine, encoding, as_json)
     settings = {"mux": mux, "keep_master": keep_master, "deliver": deliver}
@@ -145,18 +148,27 @@ def decode(
 
 
 def decode_one_file(
-    files: tuple[str, ...], target: Path, allow: str, engine: EngineChoice, encoding: EncodingChoice, as_json: bool
+    files: tuple[str, ...],
+    target: Path,
+    allow: tuple[str, ...],
+    engine: EngineChoice,
+    encoding: EncodingChoice,
+    as_json: bool,
 ) -> None:
     """`decode FILE -o OUT.mp4`."""
     from h3spool import latent, render
 
-    if len(files) != 1 or target.suffix != ".mp4":
-        raise click.UsageError("decode one latent: h3spool decode FILE -o OUT.mp4")
+    if len(files) != 1:
+        raise click.UsageError("-o decodes one latent: h3spool decode FILE -o OUT.mp4")
+    if target.suffix != ".mp4":
+        raise click.UsageError(f"-o {target}: the name must end in .mp4")
+    if not target.absolute().parent.is_dir():
+        raise click.UsageError(f"-o {target}: there is no folder {target.parent}")
     engine.check()
-    words, output = latent.parse_allow(allow), encoding.output()
+    words, output = latent.parse_allow(",".join(allow)), encoding.output()
     with stoppable():
         clip = render.load_file(Path(files[0]), words)  # a wrong file is refused before a checkpoint is loaded
-        loaded = engine.load(output.ffmpeg, Progress("decoded", "clips").update, lambda: None)
+        loaded = engine.load(output.ffmpeg, Progress("decoded", "parts").update, lambda: None)
         render.decode_file(clip, target, loaded, output)
     out({"file": str(target), "receipt": str(target.with_suffix(".pipeline.json"))}, as_json, "file")
 
@@ -255,6 +267,8 @@ def quantize(source: Path, target: Path, check: Path | None, device: str, as_jso
     \b
     Example: h3spool quantize minimax_h3_video_vae_fp16.safetensors minimax_h3_video_vae_int8.safetensors
     """
+    if target.exists():
+        raise click.UsageError(f"{target} exists; give a new name, or move it away first")
     from h3spool.vae import quantize as writing
 
     with stoppable():
@@ -267,7 +281,13 @@ def quantize(source: Path, target: Path, check: Path | None, device: str, as_jso
             video = render.load_file(check).clip.video.array()
             pair = [decode.Decoder(path, None, device=device) for path in (source, target)]
             facts |= decode.difference(*pair, video) | {"precision": [engine.facts["precision"] for engine in pair]}
-    out({"file": str(target), **facts}, as_json, "file", "bytes", "snr_db", "psnr_db")
+    if as_json:
+        return out({"file": str(target), **facts}, as_json)
+    click.echo(f"{target}  {facts['bytes'] >> 20} MiB")
+    note("weights: " + ", ".join(f"{kind} {snr:.1f} dB" for kind, snr in facts["snr_db"].items()) + " (SNR)")
+    if check is not None:
+        equal = f"{facts['equal']:.1%} equal, at most {facts['max']} off"
+        note(f"frames before and after: PSNR {facts['psnr_db']} dB, {equal}")
 
 
 COMMANDS = (decode, mux, loop, quantize)

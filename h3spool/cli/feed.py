@@ -8,6 +8,7 @@ import click
 
 from h3spool.cli.options import GIB, json_option, min_free_option, spool_options
 from h3spool.cli.output import Batch, note, run_passes
+from h3spool.errors import NotFound
 
 
 @click.command()
@@ -40,7 +41,9 @@ def init(root: str, role: str, node: str | None, allow_network_fs: bool) -> None
 @click.option("--watch", type=click.Path(path_type=Path), help="Export what appears in this folder, until stopped.")
 @click.option("--name", help="Title of the clip; any characters. Default: the file's own title or name.")
 @click.option("--meta", multiple=True, metavar="KEY=VALUE", help="A fact of sampling: seed, steps, lora, prompt, ...")
-@click.option("--allow", default="", help="Unusual but meant: image,no-audio,silent,black,off-grid.")
+@click.option(
+    "--allow", multiple=True, help="Unusual but meant, comma-separated: image,no-audio,silent,black,off-grid."
+)
 @click.option("--allow-pickle", is_flag=True, help="Read torch pickles too (weights only, nothing is executed).")
 @min_free_option
 @json_option
@@ -53,7 +56,7 @@ def export(
     watch: Path | None,
     name: str | None,
     meta: tuple[str, ...],
-    allow: str,
+    allow: tuple[str, ...],
     allow_pickle: bool,
     min_free: float,
     as_json: bool,
@@ -74,8 +77,10 @@ def export(
     if (audio and not video) or not (files or video or watch):
         raise click.UsageError("give latent files, --video FILE with --audio FILE, or --watch FOLDER")
     facts = dict(pair.split("=", 1) for pair in meta)
-    settings = Settings(name, latent.parse_allow(allow), facts, int(min_free * GIB))
+    settings = Settings(name, latent.parse_allow(",".join(allow)), facts, int(min_free * GIB))
     if watch:
+        if not watch.is_dir():
+            raise NotFound(f"{watch}: there is no such folder to watch")
         passes = [Pass("export", Watcher(spool, watch, settings).scan)]
         run_passes(passes, spool, once=False, grace_s=60, as_json=as_json)
     pairs = [[video, *([audio] if audio else [])]] if video else []

@@ -208,7 +208,13 @@ encoding_options = bundle(
     "encoding",
     EncodingChoice,
     click.option("--codec", default="libx264", show_default=True, help="ffmpeg's: h264_nvenc, libx265, ..."),
-    click.option("--quality", default=17, show_default=True, help="Smaller is better: -crf, for nvenc -cq."),
+    click.option(
+        "--quality",
+        type=click.IntRange(0, 63),
+        default=17,
+        show_default=True,
+        help="Smaller is better: -crf, for nvenc -cq.",
+    ),
     click.option("--preset", help="The encoder's own preset."),
     env_option("FFMPEG", "--ffmpeg", help="Another ffmpeg than the one of imageio-ffmpeg."),
 )

@@ -79,8 +79,11 @@ def run_passes(passes: list, spool: object, *, once: bool, grace_s: float, as_js
         ),
         heartbeat=lambda: note(f"h3spool: alive, {batch.finished} steps finished since the start"),
     )
+    stop = loop.Stop(
+        grace_s, lambda: note(f"h3spool: stopping after this job, at most {grace_s:.0f} s; once more puts it back now")
+    )
     bell = loop.Doorbell(spool.root / state for state in ("incoming", "verified", "decoded"))
-    code = loop.run(passes, loop.Stop(grace_s), reporter, once=once, pause=bell.wait)
+    code = loop.run(passes, stop, reporter, once=once, pause=bell.wait)
     click.get_current_context().exit(code)
 
 

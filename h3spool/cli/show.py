@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import click
+
 from h3spool import receipt
+
+DONE_SHOWN = 10
 
 
 def _console() -> object:
@@ -22,27 +26,22 @@ def _table(*columns: str) -> object:
 
 
 def overview(facts: dict, rows: list[dict]) -> None:
-    """The spool at a glance."""
-    from rich.markup import escape
-
-    console = _console()
-    console.print(f"{facts['role']} spool {escape(facts['spool'])} of node {facts['node']}")
-    console.print("  ".join(f"{state} {count}" for state, count in facts["jobs"].items() if count) or "no jobs yet")
+    """The spool at a glance: one line a job, so that it can be searched; a failed one has its reason below."""
+    click.echo(f"{facts['role']} spool {facts['spool']} of node {facts['node']}")
+    click.echo("  ".join(f"{state} {count}" for state, count in facts["jobs"].items() if count) or "no jobs yet")
     for worker in facts["workers"]:
         if worker["jobs"]:
-            state = "works on" if worker["alive"] else "died with"
-            console.print(f"{worker['slot']} {state} {', '.join(worker['jobs'])}")
+            click.echo(f"{worker['slot']} {'works on' if worker['alive'] else 'died with'} {', '.join(worker['jobs'])}")
     if facts["loose"]:
-        console.print(f"loose files waiting in incoming/: {', '.join(map(escape, facts['loose'][:10]))}")
-    moving = [row for row in rows if row["state"] != "done"] or rows[-10:]
-    if moving:
-        failed = any("error" in row for row in moving)
-        table = _table("job", "state", "since", "title", *(["why"] if failed else []))
-        for row in moving:
-            since = row.get("since", "")[:19].replace("T", " ")
-            cells = (row["job"], row["state"], since, row["title"], *([row.get("error", "")] if failed else []))
-            table.add_row(*(escape(str(cell)) for cell in cells))
-        console.print(table)
+        click.echo(f"loose files waiting in incoming/: {', '.join(facts['loose'][:10])}")
+    done = [row for row in rows if row["state"] == "done"]
+    for row in [row for row in rows if row["state"] != "done"] + done[-DONE_SHOWN:]:
+        since = row.get("since", "")[:19].replace("T", " ")
+        click.echo(f"{row['job']}  {row['state']:<8}  {since}  {row['title']}")
+        if "error" in row:
+            click.echo(f"    {row['error']}")
+    if len(done) > DONE_SHOWN:
+        click.echo(f"({len(done) - DONE_SHOWN} older done jobs not shown; --json lists all)")
 
 
 def story(facts: dict) -> None:
@@ -75,16 +74,12 @@ def events(account: dict) -> None:
 
 
 def timeline(found: list[dict]) -> None:
-    """Events of many jobs, in order of time."""
-    from rich.markup import escape
-
-    table = _table("at", "job", "step", "node", "s", "outcome", "title")
+    """Events of many jobs, in order of time, one a line."""
     for event in found:
-        took = receipt.seconds_between(event["start"], event["end"]) if "end" in event else ""
+        took = f"{receipt.seconds_between(event['start'], event['end']):.1f} s" if "end" in event else ""
         at = event["start"][:19].replace("T", " ")
-        cells = (at, event["job"], event["step"], event["node"], took, event["outcome"], event["title"])
-        table.add_row(*(escape(str(cell)) for cell in cells))
-    _console().print(table)
+        what = f"{event['step']:<7} {event['node']:<10} {took:>9}  {event['outcome']:<8}"
+        click.echo(f"{at}  {what}  {event['job']}  {event['title']}")
 
 
 def _facts(event: dict) -> str:

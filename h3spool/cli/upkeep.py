@@ -35,9 +35,11 @@ def requeue(spool: object, jobs: tuple[str, ...], any_peer: bool, as_json: bool)
 
 
 @click.command()
-@click.option("--days", default=7.0, show_default=True, help="Jobs that were finished longer ago.")
+@click.option(
+    "--days", type=click.FloatRange(0), default=7.0, show_default=True, help="Jobs that were finished longer ago."
+)
 @click.option("--keep", type=int, help="Also the oldest beyond so many jobs.")
-@click.option("--free", default=0.0, help="Go on, oldest first, until so many GiB are free.")
+@click.option("--free", type=click.FloatRange(0), default=0.0, help="Go on, oldest first, until so many GiB are free.")
 @click.option("--mp4", is_flag=True, help="Also finished MP4s.")
 @click.option("--failed", is_flag=True, help="Also failed jobs.")
 @click.option("--results", is_flag=True, help="Also what was pulled.")
@@ -67,7 +69,7 @@ def gc(
     for path, size in upkeep.gc(spool, limits, dry_run=dry_run):
         total += size
         out({"path": str(path), "bytes": size}, as_json, "path", "bytes")
-    note(f"{total >> 20} MiB {'would be' if dry_run else 'were'} freed")
+    note(f"{total / 2**20:.1f} MiB {'would be' if dry_run else 'were'} freed")
 
 
 @click.command()
@@ -89,7 +91,8 @@ def fsck(where: SpoolChoice, repair: bool, as_json: bool) -> None:
         out(facts, as_json, "path", "problem")
     if findings:
         hint = "; --repair mends some of it" if any(finding.repairable for finding in findings) else ""
-        raise BadData(f"{spool.root}: {len(findings)} findings{hint}")
+        raise BadData(f"{spool.root}: {len(findings)} finding{'s' * (len(findings) > 1)}{hint}")
+    note("nothing is wrong")
 
 
 @click.command()
