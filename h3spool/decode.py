@@ -6,6 +6,7 @@ encodes this one.
 """
 
 import contextlib
+import ctypes
 import fcntl
 import math
 import os
@@ -255,10 +256,16 @@ def difference(first: Decoder, second: Decoder, video: np.ndarray) -> dict[str, 
 
 
 def _timed(items: Iterator[np.ndarray], report: dict) -> Iterator[np.ndarray]:
-    """Add the seconds that each item takes to report["seconds"]."""
+    """Add the seconds that each item takes to report["seconds"]; give the memory back that it left behind.
+
+    Without that the heaps of the two threads keep freed pieces of clips, by chance up to two clips more.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
     while True:
         start = time.monotonic()
         item = next(items, None)
+        if trim:
+            trim(0)
         report["seconds"] += time.monotonic() - start
         if item is None:
             return
