@@ -61,6 +61,7 @@ class NotUsable(H3SpoolError):
 
 
 ERRORS = (BadData, NotFound, Unavailable, IOFailed, TryLater, NotPermitted, NotUsable)
+BY_EXIT_CODE = {error.exit_code: error for error in ERRORS}  # what a peer's exit code means here
 # What a batch exits with when several kinds of failure occurred: the one that most needs a person comes first.
 _PRECEDENCE = (1, 74, 77, 78, 69, 75, 65, 66)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from h3spool import admit
 from h3spool.child import Child
 from h3spool.errors import (
-    ERRORS,
+    BY_EXIT_CODE,
     BadData,
     H3SpoolError,
     IOFailed,
@@ -38,7 +38,6 @@ _REMOTE_COMMAND = re.compile(r"[A-Za-z0-9._~/+@=, -]+")
 _SSH_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=15", "ServerAliveCountMax=3")
 _TRAVELS = (*admit.REQUIRED, *admit.OPTIONAL)
 _COMES_BACK = (".mp4", ".pipeline.json")
-_CLASS_OF = {error.exit_code: error for error in ERRORS}
 _SSH_WAIT_S = 30
 GREETING_S, ANSWERS_S = 60.0, 600.0  # how long a receiver may be silent; 512 MiB are hashed and fsynced in seconds
 _UUID = re.compile(r"[0-9a-f-]{36}")
@@ -224,7 +223,7 @@ class SshLink:
                 "same h3spool on both nodes"
             )
         if "error" in facts:
-            raise _CLASS_OF.get(facts.get("exit"), IOFailed)(f"{self.peer.host}: {facts['error']}")
+            raise BY_EXIT_CODE.get(facts.get("exit"), IOFailed)(f"{self.peer.host}: {facts['error']}")
         sound = all(isinstance(facts.get(key), kind) for key, kind in _GREETING.items())
         if not sound or not _UUID.fullmatch(facts["uuid"]):
             raise NotUsable(f"{self.peer}: its greeting makes no sense; is the same h3spool installed on both nodes?")
@@ -286,8 +285,8 @@ class SshLink:
                 f"{self.peer.host}: {self._remote_command} is not to be found there ({child.last_error()}); install "
                 "h3spool, or say where it is with --remote-command"
             )
-        if status in _CLASS_OF:
-            return _CLASS_OF[status](f"{self.peer.host}: {child.last_error()}")
+        if status in BY_EXIT_CODE:
+            return BY_EXIT_CODE[status](f"{self.peer.host}: {child.last_error()}")
         return IOFailed(f"{self.peer.host}: h3spool admit ended with {status}: {child.last_error()}")
 
     def _ssh_failure(self, child: Child) -> H3SpoolError:

@@ -14,14 +14,13 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from h3spool import admit, receipt
-from h3spool.errors import ERRORS, BadData, H3SpoolError, IOFailed, NotFound, NotUsable, TryLater
+from h3spool.errors import BY_EXIT_CODE, BadData, H3SpoolError, IOFailed, NotFound, NotUsable, TryLater
 from h3spool.job import Job, Outcome
 from h3spool.link import LocalLink, LocalRun, SshLink, SshRun
 from h3spool.spool import FSYNC_THREADS, Slot, Spool
 from h3spool.steps import elsewhere
 
 MAX_JOBS, MAX_BYTES = 32, 512 << 20
-_CLASS_OF = {error.exit_code: error for error in ERRORS}
 
 
 def push(spool: Spool, link: LocalLink | SshLink, names: Iterable[str] = ()) -> Iterator[Outcome]:
@@ -219,7 +218,7 @@ class _Run:
             return TryLater(f"{self.link.peer}: the connection broke before it acknowledged")
         if "error" not in answer:
             return IOFailed(f"{self.link.peer}: acknowledged something else than was sent: {answer}")
-        return _CLASS_OF.get(answer.get("exit"), IOFailed)(f"{self.link.peer}: {answer['error']}")
+        return BY_EXIT_CODE.get(answer.get("exit"), IOFailed)(f"{self.link.peer}: {answer['error']}")
 
     def _fail(self, job: Job, error: BadData) -> Outcome:
         account = job.receipt()
