@@ -8,7 +8,7 @@ from golden.h3_weights import save, to_diffusers, video_weights
 from golden.pixels import FRAMES, latent, pixels
 from safetensors.torch import load_file
 
-from h3spool.vae import video, weights
+from h3spool.vae import int8, video, weights
 
 CPU = torch.device("cpu")
 RECORDED = load_file(Path(__file__).parent / "golden" / "pixels.safetensors")
@@ -78,6 +78,19 @@ def test_half_precision_stays_near_float32(net, dtype, most, mean):
     error = (pixels(net, z, dtype=dtype) - pixels(net, z)).abs()
     assert 0 < error.max() < most
     assert error.mean() < mean
+
+
+@pytest.mark.parametrize("tokens", [1, 303, 304, 609])
+def test_bounded_attention_is_attention(tokens):
+    """q and k have the norm 8 that the network gives them, some are equal and some opposite: logits of 8 and -8."""
+    q, k, v = torch.randn(3, 2, 3, tokens, 64, generator=torch.Generator().manual_seed(0))
+    q, k = (8 * torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+    k[:, 0, :7], k[:, 1, :7] = q[:, 0, :7], -q[:, 1, :7]
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(video.attend_bounded(q, k, v), wanted, rtol=2e-6, atol=2e-6)
+    rounded = video.attend_bounded(*(x.bfloat16() for x in (q, k, v)))
+    assert rounded.dtype == torch.bfloat16
+    assert int8.snr_db(wanted, rounded.float()) > 40
 
 
 def test_a_narrow_file_is_not_widened_at_load(tmp_path):

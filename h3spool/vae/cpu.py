@@ -3,6 +3,8 @@
 from functools import cache
 from pathlib import Path
 
+STRIP = 304  # rows to compute at once where more would leave the cache, or cost page faults
+
 
 @cache
 def flags() -> frozenset[str]:

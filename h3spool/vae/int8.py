@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from h3spool.errors import NotUsable
-from h3spool.vae.cpu import flags
+from h3spool.vae import cpu
 
 GROUPS = (256, 64, 16, 4)
 SMALLEST_SCALE = 1e-30  # the zero token's row is all zero in the first block
-ROWS = 304  # rows a product: a fresh 118 MB int32 output costs more in page faults than the product itself
+ROWS = {"cpu": cpu.STRIP, "cuda": 4096}  # a product at once: its int32 result takes 4 bytes * rows * outputs
+MOST_LOST_DB = 0.5  # by a fast product, beside the reference
 MARKER = ".comfy_quant"
 
 
@@ -40,16 +41,21 @@ def hadamard(group: int, device: torch.device) -> Tensor:
 
 
 def rotate(x: Tensor, group: int) -> Tensor:
-    """x: [..., K] -> x H, in consecutive groups of channels, in x's dtype; group 0 is no rotation."""
+    """x: [..., K] -> x H, in consecutive groups of channels, in x's dtype; group 0 is no rotation. Never x itself."""
     if not group:
-        return x
+        return x.clone()
     return (x.reshape(-1, group) @ hadamard(group, x.device).to(x.dtype)).view(x.shape)
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x: [M, K] float32 -> codes int8 [M, K] and scales float32 [M, 1], x ~ codes * scale; half to even."""
-    scale = x.abs().amax(dim=-1, keepdim=True).div_(127).clamp_(min=SMALLEST_SCALE)
-    return (x / scale).round_().clamp_(-128, 127).to(torch.int8), scale  # unclamped, 128 would wrap to -128
+    """x: [M, K] -> codes int8 [M, K] and scales float32 [M, 1], x ~ codes * scale; half to even.
+
+    A float32 x is used up. The two extrema take a third of the time of the largest magnitude, and dividing in place
+    half of that of a new tensor (Zen 3, 1797 rows of 8192: 8.7 ms in all, against 26.6).
+    """
+    largest = torch.maximum(x.amax(dim=-1, keepdim=True), x.amin(dim=-1, keepdim=True).neg_())
+    scale = largest.float().div_(127).clamp_(min=SMALLEST_SCALE)
+    return x.float().div_(scale).round_().clamp_(-128, 127).to(torch.int8), scale  # unclamped, 128 would wrap to -128
 
 
 def quantise(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -80,17 +86,27 @@ Product = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 """x [M, K], codes, scale, bias, group -> [M, out]; float32 on the CPU, x's dtype on CUDA."""
 
 
-def integer_product(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor, group: int) -> Tensor:
-    """torch's own integer product, in strips of rows, with the scales applied in float32 and in place."""
-    y = torch.empty(len(x), len(codes), dtype=torch.float32, device=x.device)
-    acc = torch.empty(min(ROWS, len(x)), len(codes), dtype=torch.int32, device=x.device)
-    for strip, target in zip(x.split(ROWS), y.split(ROWS), strict=True):
-        rounded, row_scale = round_rows(rotate(strip.float(), group))
+def integer_product(
+    x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor, group: int, turning: torch.dtype = torch.float32
+) -> Tensor:
+    """torch's own integer product, in strips of rows, with the scales applied in float32 and in place.
+
+    Rotating in bfloat16 (`turning`) loses 0.2 dB and takes a quarter of the time where it is native (Zen 5: 4.4 against
+    20.4 ms for 1797 rows of 2048): H is exact in it, and the result is rounded to eight bits anyway.
+    """
+    y = torch.empty(len(x), len(codes), dtype=x.dtype, device=x.device)
+    most = ROWS[x.device.type]
+    acc = torch.empty(max(32, min(most, len(x))), len(codes), dtype=torch.int32, device=x.device)
+    for strip, target in zip(x.split(most), y.split(most), strict=True):
+        rounded, row_scale = round_rows(rotate(strip.to(turning if group else torch.float32), group))
         if x.is_cuda and len(strip) <= 16:  # cuBLASLt wants more than 16 rows
             rounded = F.pad(rounded, (0, 0, 0, 32 - len(strip)))
-        part = torch._int_mm(rounded, codes.t(), **({"out": acc[: len(strip)]} if not x.is_cuda else {}))
-        target.copy_(part[: len(strip)]).mul_(row_scale).mul_(scale.T).add_(bias)
-    return y.to(x.dtype)
+        part = torch._int_mm(rounded, codes.t(), out=acc[: len(rounded)])
+        wide = target if target.dtype == torch.float32 else torch.empty_like(target, dtype=torch.float32)
+        torch.addcmul(bias, wide.copy_(part[: len(strip)]).mul_(row_scale), scale.T, out=wide)
+        if wide is not target:
+            target.copy_(wide)
+    return y
 
 
 def kitchen_product(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor, group: int) -> Tensor:
@@ -117,8 +133,9 @@ def backend(device: torch.device) -> Backend:
     """Choose for a device, by what it is and by a self-test against `reference`."""
     if device.type == "cuda":
         candidate = _cuda_candidate(device)
-    elif flags() & {"avx512_vnni", "avx_vnni", "amx_int8"}:
-        candidate = Backend("torch integer product", integer_product)
+    elif cpu.flags() & {"avx512_vnni", "avx_vnni", "amx_int8"}:
+        turning = torch.bfloat16 if cpu.has_bfloat16() else torch.float32
+        candidate = Backend("torch integer product", partial(integer_product, turning=turning))
     else:  # torch's product is exact there too, and 35 times slower than float32 (measured on Zen 3)
         candidate = Backend("de-quantised: this processor has no VNNI", None)
     if candidate.product is not None and (fault := self_test(candidate.product, device)):
@@ -143,13 +160,16 @@ def _cuda_candidate(device: torch.device) -> Backend:
 
 
 def self_test(product: Product, device: torch.device) -> str:
-    """Compare a product with `reference` on a small random layer with a zero row; returns what is wrong, or ""."""
+    """Hold a product to `reference` on a small random layer with a zero row; returns what is wrong, or "".
+
+    It may lose half a decibel of what eight bits leave: a rotation that rounds otherwise moves codes by one.
+    """
     draw = torch.Generator().manual_seed(3)
     x = torch.randn(37, 512, generator=draw)
     x[5] = 0
-    codes, scale = quantise(torch.randn(96, 512, generator=draw), 256)
-    bias = torch.randn(96, generator=draw)
-    wanted = reference(x, codes, scale, bias, 256)
+    weight, bias = torch.randn(96, 512, generator=draw), torch.randn(96, generator=draw)
+    codes, scale = quantise(weight, 256)
+    exact = F.linear(x, weight, bias)
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     try:
         got = product(x.to(device, dtype), codes.to(device), scale.to(device), bias.to(device), 256).float().cpu()
@@ -157,9 +177,13 @@ def self_test(product: Product, device: torch.device) -> str:
         return str(error).splitlines()[0]
     if not torch.isfinite(got).all():
         return "not finite"
-    off = float((got - wanted).norm() / wanted.norm())
-    bound = 2e-3 if dtype == torch.float16 else 2e-4
-    return f"relative error {off:.1e}" if off > bound else ""
+    lost = snr_db(exact, reference(x, codes, scale, bias, 256)) - snr_db(exact, got)
+    return f"{lost:.1f} dB worse than the reference" if lost > MOST_LOST_DB else ""
+
+
+def snr_db(wanted: Tensor, got: Tensor) -> float:
+    """Signal to noise in decibels."""
+    return float(10 * torch.log10(wanted.square().sum() / (wanted - got).square().sum()))
 
 
 # ---- the layer -----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from h3spool.errors import IOFailed, NotFound, NotUsable
 from h3spool.vae import audio, int8, video
 
-FLOATS = ("F32", "F16", "BF16")
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SAMPLES, SAMPLE_BYTES = 256, 16384  # of a file's content that enter its fingerprint
 
 
@@ -81,9 +81,9 @@ class Checkpoint:
             NotUsable: it is not F32, F16 or BF16, nor the int8 codes of a layer that says how it is quantised.
         """
         codes = self.dtype(key) == "I8" and self.group(key.removesuffix(".weight")) is not None
-        if self.dtype(key) not in FLOATS and not codes:
+        if self.dtype(key) not in DTYPES and not codes:
             raise NotUsable(
-                f"{self.path}: tensor {self.prefix}{key} is {self.dtype(key)}, h3spool reads {', '.join(FLOATS)}: "
+                f"{self.path}: tensor {self.prefix}{key} is {self.dtype(key)}, h3spool reads {', '.join(DTYPES)}: "
                 "use a published checkpoint in one of these dtypes"
             )
         return self.source[self.prefix + key].get_tensor(self.prefix + key)
@@ -92,8 +92,8 @@ class Checkpoint:
 def load_video(path: Path, dtype: torch.dtype, device: torch.device) -> tuple[video.VideoDecoder, dict]:
     """Load a video decoder whose block products will run in `dtype`.
 
-    A block weight as wide as `dtype` or wider becomes `dtype` here; a narrower one stays as stored and is cast block
-    by block when it is used. All other tensors are float32.
+    A block weight as wide as `dtype` or wider becomes `dtype` here, and is read again by a rung that is wider; a
+    narrower one stays as stored and is cast block by block when it is used. All other tensors are float32.
 
     Returns:
         The decoder on `device` and its facts for the receipt.
@@ -123,11 +123,23 @@ def load_video(path: Path, dtype: torch.dtype, device: torch.device) -> tuple[vi
         return weight.to(device, weight.dtype if keep else used if inside else torch.float32)
 
     _fill(net, checkpoint, plan, stored, (video.LATENTS_MEAN, video.LATENTS_STD))
+    for name, layer in net.decoder.transformer_blocks.named_modules():
+        if isinstance(layer, video.Linear):
+            key = f"decoder.transformer_blocks.{name}.weight"
+            layer.stored = _narrowed(checkpoint, key, *plan(key), layer.weight)
     sample = plan("decoder.transformer_blocks.0.attn.to_out.weight")[0][0]
     facts = {"layout": layout, "blocks": blocks, "width": width, "dtype": checkpoint.dtype(sample)}
     if groups:
         facts["int8"] = {"linears": len(groups), "groups": sorted(set(groups)), "products": int8.backend(device).name}
     return net, _facts(checkpoint, facts)
+
+
+def _narrowed(
+    checkpoint: Checkpoint, key: str, parts: list[str], make: Callable[..., Tensor], weight: Tensor
+) -> Callable[[], Tensor] | None:
+    """A function that makes the weight as stored, if `weight` has not all its bits (bfloat16 in float16 has not)."""
+    kept = all(torch.promote_types(DTYPES[checkpoint.dtype(part)], weight.dtype) == weight.dtype for part in parts)
+    return None if kept else partial(_shaped, checkpoint, key, parts, make, weight.shape)
 
 
 def is_int8(path: Path) -> bool:
