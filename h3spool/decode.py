@@ -106,7 +106,7 @@ class Decoder:
         report |= {"clips": 0, "fallbacks": [], "seconds": 0.0}
         clips = (self._clip(z, index, report) for index in range(tiling.clip_count(z.shape[1])))
         pieces = tiling.join_clips(clips, tiling.frame_count(z.shape[1]))
-        yield from _ahead(_timed((_eight_bit(piece) for piece in pieces), report))
+        yield from _ahead(_timed((_on_host(_eight_bit(piece)) for piece in pieces), report))
         report["peak_memory_bytes"] = _peak_bytes(self._device)
 
     def sound(self, audio: np.ndarray, report: dict) -> Iterator[np.ndarray]:
@@ -169,20 +169,35 @@ class Decoder:
         useful = -(-(ROWS_CUDA if cuda else ROWS_CPU) // tokens)
         return max(1, min(useful, free // 2 // each))
 
-    def _waves(self, z: Tensor, report: dict) -> Iterator[np.ndarray]:
+    def _waves(self, z: Tensor, report: dict) -> Iterator[Callable[[], np.ndarray]]:
         # cuDNN would run float32 convolutions in TF32
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
             for wave in self._audio(z.to(self._device)):
                 if not torch.isfinite(wave).all():
                     raise BadData(f"the sound is not finite in chunk {report['chunks']}")
                 report["chunks"] += 1
-                yield wave.cpu().numpy()
+                yield _on_host(wave)
 
 
-def _ahead(items: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+def _on_host(x: Tensor) -> Callable[[], np.ndarray]:
+    """Start copying to the host, from a GPU into pinned memory, without waiting; the function returned waits."""
+    copy = x.to("cpu", non_blocking=True)
+    if not x.is_cuda:
+        return copy.numpy
+    there = torch.cuda.current_stream(x.device).record_event()
+
+    def wait() -> np.ndarray:
+        there.synchronize()
+        return copy.numpy()
+
+    return wait
+
+
+def _ahead(items: Iterator[Callable[[], np.ndarray]]) -> Iterator[np.ndarray]:
     """Run an iterator in a thread, one item ahead of the caller; closing the generator stops the thread.
 
     The thread holds at most the item it is making and one that waits. Its exception is raised where the item would be.
+    The caller, not the thread, waits for an item to reach the host.
     """
     slot, stop = queue.Queue(maxsize=1), threading.Event()
     thread = threading.Thread(target=_feed, args=(items, slot, stop), name="h3spool-decode", daemon=True)
@@ -194,7 +209,7 @@ def _ahead(items: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
                 raise error
             if item is None:
                 return
-            yield item
+            yield item()
     finally:
         stop.set()
         while thread.is_alive():  # it may wait for a place in the queue
@@ -203,7 +218,7 @@ def _ahead(items: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
 
 
 @torch.inference_mode()
-def _feed(items: Iterator[np.ndarray], slot: queue.Queue, stop: threading.Event) -> None:
+def _feed(items: Iterator[Callable[[], np.ndarray]], slot: queue.Queue, stop: threading.Event) -> None:
     try:
         for item in items:
             if stop.is_set():
@@ -255,7 +270,7 @@ def difference(first: Decoder, second: Decoder, video: np.ndarray) -> dict[str, 
     return {"psnr_db": round(psnr, 2), "max": largest, "equal": round(equal / count, 4)}
 
 
-def _timed(items: Iterator[np.ndarray], report: dict) -> Iterator[np.ndarray]:
+def _timed(items: Iterator, report: dict) -> Iterator:
     """Add the seconds that each item takes to report["seconds"]; give the memory back that it left behind.
 
     Without that the heaps of the two threads keep freed pieces of clips, by chance up to two clips more.
@@ -272,10 +287,10 @@ def _timed(items: Iterator[np.ndarray], report: dict) -> Iterator[np.ndarray]:
         yield item
 
 
-def _eight_bit(raw: Tensor) -> np.ndarray:
+def _eight_bit(raw: Tensor) -> Tensor:
     """raw: [3, n, H, W] -> [n, H, W, 3] uint8."""
     pixels = video.finalise(raw).mul_(255).round_().to(torch.uint8)
-    return pixels.permute(1, 2, 3, 0).contiguous().cpu().numpy()
+    return pixels.permute(1, 2, 3, 0).contiguous()
 
 
 def _device(name: str) -> torch.device:

@@ -76,10 +76,14 @@ class Stop:
 
 @dataclass
 class Pass:
-    """One step of a loop: `work` yields an outcome a job; each failure of the step itself makes it wait longer."""
+    """One step of a loop: `work` yields an outcome a job; each failure of the step itself makes it wait longer.
+
+    Of a `vital` step any failure ends the loop.
+    """
 
     name: str
     work: Callable[[], Iterable[Result]]
+    vital: bool = False
     delay_s: float = 0.0
     not_before: float = field(default=0.0)
 
@@ -145,7 +149,7 @@ def run(
 
     Raises:
         Interrupted: stopped; no job is left claimed.
-        NotUsable, NotPermitted: only a person can help; all jobs are back in their places.
+        NotUsable, NotPermitted, what a vital step raises: a person has to help; all jobs are back in their places.
     """
     codes: set[int] = set()
     beat = time.monotonic()
@@ -179,6 +183,8 @@ def _round(passes: list[Pass], stop: Stop, reporter: Reporter, codes: set[int]) 
         except (NotUsable, NotPermitted):
             raise
         except H3SpoolError as error:
+            if step.vital:
+                raise
             codes.add(error.exit_code)
             reporter.failure(step.name, error, step.failed())
         else:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,6 +72,14 @@ def sampler(tmp_path) -> Spool:
 @pytest.fixture
 def decoder(tmp_path) -> Spool:
     return Spool.create(tmp_path / "decoder", "decoder", "deco")
+
+
+def wait_for(condition, seconds: float = 120) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def make_clip(tokens: int = 2, height: int = 2, width: int = 2, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

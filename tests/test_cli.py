@@ -6,12 +6,22 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import PROGRAM, census, clean_environment, clip_bytes, fake_ffmpeg, make_clip, places_of, put, receipt_of
+from conftest import (
+    PROGRAM,
+    census,
+    clean_environment,
+    clip_bytes,
+    fake_ffmpeg,
+    make_clip,
+    places_of,
+    put,
+    receipt_of,
+    wait_for,
+)
 
 from h3spool import media
 from h3spool.spool import Spool
@@ -463,13 +473,6 @@ def test_a_stopped_loop_finishes_the_job_at_hand(decoder, vaes, tmp_path):
     assert process.returncode == 130, err
     assert out == f"{first}  done\n"
     assert places_of(decoder.root) == {first: ["done"], second: ["verified"]}
-
-
-def wait_for(condition, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def gone(pid: int) -> bool:

@@ -6,9 +6,9 @@ import signal
 import subprocess
 import time
 
-from conftest import PROGRAM, clean_environment, make_clip
+from conftest import PROGRAM, clean_environment, make_clip, wait_for
 
-from h3spool import export
+from h3spool import export, media
 
 
 def test_a_second_decoder_on_the_same_device_ends_quietly_with_75(decoder, vaes, program):
@@ -35,3 +35,33 @@ def test_a_job_is_claimed_by_nobody_while_the_device_is_taken(decoder, vaes, pro
         assert program("decode", "--mux", "-s", decoder.root, *vaes, "--min-free", "0").code == 75
     assert len(decoder.names("verified")) == 1
     assert "attempts" not in decoder.job("verified", decoder.names("verified")[0]).state()
+
+
+def started(decoder, *options):
+    argv = [PROGRAM, "loop", "-s", str(decoder.root), *map(str, options), "--min-free", "0"]
+    return subprocess.Popen(argv, env=clean_environment(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+
+
+def test_a_loop_verifies_while_it_loads(decoder, vaes, tmp_path):
+    """ffmpeg, which loading asks for its version, does not answer for now; the job is verified all the same."""
+    export(*make_clip(), spool=decoder, min_free_bytes=0)
+    slow, go = tmp_path / "ffmpeg", tmp_path / "go"
+    slow.write_text(f'#!/bin/sh\nwhile [ ! -e {go} ]; do sleep 0.05; done\nexec {media.ffmpeg_exe()} "$@"\n')
+    slow.chmod(0o755)
+    running = started(decoder, *vaes, "--ffmpeg", slow)
+    try:
+        wait_for(lambda: decoder.names("verified") or running.poll() is not None)
+        go.touch()
+        wait_for(lambda: decoder.names("done") or running.poll() is not None)
+    finally:
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(30) == 143
+
+
+def test_a_loop_that_cannot_load_ends_with_the_reason(decoder, vaes, tmp_path):
+    missing = started(decoder, "--video-vae", tmp_path / "nothing")
+    assert "there is no checkpoint" in missing.communicate(timeout=60)[1] and missing.returncode == 66
+    with open(decoder.root / "locks" / "device-cpu", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        second = started(decoder, *vaes)
+        assert "one at a time" in second.communicate(timeout=60)[1] and second.returncode == 75

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import PROGRAM, census, clean_environment, make_clip, places_of, put, receipt_of
+from conftest import PROGRAM, census, clean_environment, make_clip, places_of, put, receipt_of, wait_for
 
 from h3spool import push as pushing
 from h3spool.errors import BadData, NotFound, NotUsable, TryLater
@@ -499,13 +499,6 @@ def test_an_interrupted_push_puts_back_and_leaves_no_child(sampler, decoder, far
         assert receipt_of(sampler, name)["events"][-1]["outcome"] == "put-back"
     assert far().code == 0
     assert (places_of(sampler.root), places_of(decoder.root)) == ({name: ["done"]}, {name: ["incoming"]})
-
-
-def wait_for(condition, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def children_with(text: str) -> list[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable
+from concurrent.futures import Future
 from pathlib import Path
 
 import click
@@ -48,21 +50,41 @@ class Decoding:
         self.spool, self._engine_choice, self._encoding, self._settings = spool, engine, encoding, settings
         self._min_free_bytes = int(min_free * GIB)
         self._engine = self._output = None
+        self._loading: Future | None = None
         self._device_held = False
         self._progress = Progress("decoded", "parts")
         self._watchdog = Watchdog(
             lambda waited_s: note(f"h3spool: nothing was decoded for {waited_s:.0f} s: the device is wedged; ending")
         )
 
-    def load(self) -> None:
-        """Load what decoding needs, before anything is claimed."""
-        if self._engine is None:
+    def load_ahead(self) -> None:
+        """Begin to load in a thread, so that this one can verify; `load` waits for it and raises what went wrong."""
+        self._engine_choice.check()
+        self._loading = Future()
+        threading.Thread(target=self._load_into, args=(self._loading,), name="h3spool-load").start()
+
+    def _load_into(self, future: Future) -> None:
+        try:
+            future.set_result(self._load())
+        except BaseException as error:  # raised where it is waited for
+            future.set_exception(error)
+
+    def load(self) -> tuple[()]:
+        """Load what decoding needs, before anything is claimed. As a step of a loop it moves no job."""
+        if self._loading is not None:
+            loading, self._loading = self._loading, None
+            loading.result()
+        elif self._engine is None:
             self._engine_choice.check()
-            self._output = self._encoding.output(**self._settings)
-            if not self._device_held:
-                self._engine_choice.hold_device(self.spool.root / "locks")
-                self._device_held = True
-            self._engine = self._engine_choice.load(self._output.ffmpeg, self._clip_done, self._watchdog.feed)
+            self._load()
+        return ()
+
+    def _load(self) -> None:
+        self._output = self._encoding.output(**self._settings)
+        if not self._device_held:
+            self._engine_choice.hold_device(self.spool.root / "locks")
+            self._device_held = True
+        self._engine = self._engine_choice.load(self._output.ffmpeg, self._clip_done, self._watchdog.feed)
 
     def _clip_done(self, done: int, total: int) -> None:
         self._watchdog.feed()
@@ -249,9 +271,10 @@ def loop(
             passes = [checking, Pass("push", lambda: sending.push(spool, link))]
             return run_passes(passes, spool, once=once, grace_s=grace, as_json=as_json)
     decoding = Decoding(spool, engine, encoding, min_free, keep_master=keep_master, deliver=deliver)
-    if not once:
-        decoding.load()
     passes = [checking, Pass("mux", decoding.mux), Pass("decode", decoding.decode)]
+    if not once:
+        decoding.load_ahead()
+        passes.insert(2, Pass("load", decoding.load, vital=True))
     return run_passes(passes, spool, once=once, grace_s=grace, as_json=as_json)
 
 
