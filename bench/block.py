@@ -1,106 +1,188 @@
-"""Where a block's time goes, and what int8 gains: one full-width block, one tile-clip of 7x16x16 tokens.
+"""One full-width block on one tile-clip of 7x16x16 tokens, the same weights everywhere: ours, diffusers, comfy-kitchen.
 
-int8 is measured where the processor has VNNI; elsewhere torch's integer product is far slower than floats, and h3spool
-de-quantises.
+int8 products and bf16 are measured where the processor has them. comfy-kitchen's eager code is measured everywhere;
+where torch's integer product is slow, on an eighth of the tokens, and scaled.
 """
 
+import copy
 import math
-import time
+import tempfile
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import torch
-import torch.nn.functional as F
+from torch import Tensor
 
-from h3spool.vae import cpu, int8, video
+from bench.decode import SMALL_ENCODER, STATS, fastest, randomise
+from bench.peak import operations_per_s
+from h3spool.vae import cpu, int8, quantize, tiling, video, weights
 
-WIDTH, SIZE = 2048, (7, 16, 16)
-TOKENS = math.prod(SIZE) + video.SUFFIX
-LINEAR_FLOP = 2 * TOKENS * WIDTH * WIDTH * 16  # qkv 3, out 1, w1 8, w2 4 of [D, D]
-ATTENTION_FLOP = 4 * TOKENS * TOKENS * WIDTH
-ROUNDS = 3
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8"}
-
-
-def fastest(work: Callable[[], object]) -> float:
-    best = math.inf
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        work()
-        best = min(best, time.perf_counter() - start)
-    return best
+WIDTH, SIZE, EIGHTH = 2048, (7, 16, 16), (7, 8, 4)
+ROUNDS = 4
+BLOCKS, FRAME_PX, LATENT_FRAMES = 36, (416, 736), 37  # 124 frames
+CPU = torch.device("cpu")
+Run = Callable[[Tensor], Tensor]
+"""x [1, N, 2048] -> the block's result, a new tensor."""
 
 
-def random_block() -> video.Block:
-    block = video.Block(WIDTH)
-    for name, weight in block.named_parameters():
-        if weight.ndim == 2:
-            weight.data = torch.randn(weight.shape) / weight.shape[1] ** 0.5
-        else:
-            weight.data = 0.1 * torch.randn(weight.shape) + ("norm" in name)
-    return block
+def tokens_of(size: tuple[int, int, int]) -> int:
+    return math.prod(size) + video.SUFFIX
 
 
-def quantised(block: video.Block) -> video.Block:
-    twin = random_block()
-    for name, layer in list(block.named_modules()):
-        if isinstance(layer, video.Linear):
-            outputs, inputs = layer.weight.shape
-            ours = int8.Int8Linear(inputs, outputs, 256)
-            ours.weight.data, ours.weight_scale.data = int8.quantise(layer.weight, 256)
-            ours.bias.data = layer.bias.data
-            parent, _, leaf = name.rpartition(".")
-            setattr(twin.get_submodule(parent), leaf, ours)
-        elif isinstance(layer, video.Norm):
-            twin.get_submodule(name).weight.data = layer.weight.data
-    twin.scale1.data, twin.scale2.data = block.scale1.data, block.scale2.data
+def linear_flop(tokens: int) -> float:
+    return 2 * tokens * WIDTH * WIDTH * 16  # qkv 3, out 1, w1 8, w2 4 of [D, D]
+
+
+def attention_flop(tokens: int) -> float:
+    return 4 * tokens * tokens * WIDTH
+
+
+def block_runs() -> int:
+    """Blocks times tile-clips of a 416x736 clip of 124 frames."""
+    rows, columns = (len(tiling.axis_plan(size // tiling.TOKEN_PX)[0]) for size in FRAME_PX)
+    return BLOCKS * rows * columns * tiling.clip_count(LATENT_FRAMES)
+
+
+class KitchenLinear(torch.nn.Module):
+    """An int8 linear as comfy-kitchen's eager code computes it."""
+
+    def __init__(self, layer: int8.Int8Linear):
+        super().__init__()
+        self.layer = layer
+
+    def at(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        import comfy_kitchen
+
+        layer = self.layer
+        how = {"out_dtype": dtype, "convrot": True, "convrot_groupsize": layer.group}
+        bias = layer.bias.to(dtype)
+        return lambda x: comfy_kitchen.int8_linear(x, layer.weight, layer.weight_scale.flatten(), bias, **how)
+
+
+def kitchens(block: video.Block) -> video.Block:
+    twin = copy.copy(block)
+    twin._modules = dict(block._modules)
+    for part in ("attn", "ff"):
+        old = block.get_submodule(part)
+        twin._modules[part] = new = copy.copy(old)
+        new._modules = {name: KitchenLinear(layer) for name, layer in old._modules.items()}
     return twin
 
 
-def snr_db(wanted: torch.Tensor, got: torch.Tensor) -> float:
-    return float(10 * torch.log10(wanted.square().sum() / (wanted - got).square().sum()))
+def ours(block: video.Block, dtype: torch.dtype, size: tuple[int, int, int] = SIZE) -> Run:
+    turn = video.turns(size, CPU)
+
+    def run(x: Tensor) -> Tensor:
+        stream = x.clone()
+        block(stream, turn, dtype, 1)
+        return stream
+
+    return run
+
+
+def theirs(block: torch.nn.Module, dtype: torch.dtype) -> Run:
+    rotary = [part.tile(2)[None, :, None] for part in video.turns(SIZE, CPU)]
+    twin = copy.deepcopy(block)
+    for name, weight in twin.named_parameters():
+        if weight.ndim == 2 or name.endswith("bias"):
+            weight.data = weight.data.to(dtype)
+    return lambda x: twin(x, rotary)
+
+
+def blocks(folder: Path) -> tuple[torch.nn.Module, video.Block, video.Block]:
+    """One random block as diffusers has it, as we have it, and in int8."""
+    import diffusers
+
+    diffusers.utils.logging.set_verbosity_error()
+    vae = diffusers.AutoencoderKLMiniMaxH3(**SMALL_ENCODER, **STATS, decoder_num_layers=1)
+    randomise(vae)
+    vae.save_pretrained(folder)
+    quantize.quantize(folder, folder / "int8", lambda done, total: None)
+    nets = [weights.load_video(path, torch.float32, CPU)[0] for path in (folder, folder / "int8")]
+    return vae.decoder.transformer_blocks[0], *(net.decoder.transformer_blocks[0] for net in nets)
+
+
+def runs(folder: Path) -> dict[str, Run]:
+    """Everything that is measured on whole tile-clips."""
+    other, mine, quantised = blocks(folder)
+    found = {"diffusers fp32": theirs(other, torch.float32), "ours fp32": ours(mine, torch.float32)}
+    if cpu.has_bfloat16():
+        found |= {"diffusers bf16": theirs(other, torch.bfloat16), "ours bf16": ours(mine, torch.bfloat16)}
+    if int8.backend(CPU).product:
+        around = torch.bfloat16 if cpu.has_bfloat16() else torch.float32
+        found["comfy-kitchen eager int8"] = ours(kitchens(quantised), around)
+        found["ours int8"] = ours(quantised, torch.int8)
+    else:
+        found["ours int8 file, products fp32"] = ours(quantised, torch.float32)
+    return found
+
+
+def limit_s(name: str, peak: dict[str, float]) -> float:
+    """Seconds that the products and the attention of a block take at the machine's measured peak."""
+    kind = "int8" if name.endswith("int8") else "bf16" if name.endswith("bf16") else "fp32"
+    around = "bf16" if kind != "fp32" and "bf16" in peak else "fp32"
+    tokens = tokens_of(SIZE)
+    return linear_flop(tokens) / peak[kind] + attention_flop(tokens) / peak[around]
 
 
 @torch.inference_mode()
 def main() -> None:
-    print(f"one block, {TOKENS} tokens, width {WIDTH}, {torch.get_num_threads()} threads")
-    block, turn = random_block(), video.turns(SIZE, torch.device("cpu"))
-    x = torch.randn(1, TOKENS, WIDTH)
+    peak = operations_per_s(torch.get_num_threads())
+    rates = ", ".join(f"{kind} {rate / 1e9:.0f}" for kind, rate in peak.items()) or "not measured, there is no compiler"
+    print(f"one block, {tokens_of(SIZE)} tokens, width {WIDTH}, {torch.get_num_threads()} threads")
+    print(f"  peak of the vector units, measured, in GFLOP/s or GOP/s: {rates}")
+    x = torch.randn(1, tokens_of(SIZE), WIDTH)
     x[:, -1] = 0
-    kinds = {torch.float32: block}
-    if cpu.has_bfloat16():
-        kinds[torch.bfloat16] = block
-    if int8.backend(torch.device("cpu")).product:
-        kinds[torch.int8] = quantised(block)
-    base, wanted = 0.0, None
-    for dtype, net in kinds.items():
-        stream = x.clone()
-        net(stream, turn, dtype, 1)
-        wanted = stream - x if wanted is None else wanted
-        whole = fastest(lambda net=net, dtype=dtype: net(x.clone(), turn, dtype, 1))
-        base = base or whole
-        gain, snr = base / whole, snr_db(wanted, stream - x)
-        print(f"  {NAMES[dtype]}: {1000 * whole:8.0f} ms   {gain:.2f} x fp32   SNR {snr:.1f} dB")
-        split(net, x, turn, dtype, whole)
-    for name, missing in (("bf16", torch.bfloat16), ("int8", torch.int8)):
-        if missing not in kinds:
-            print(f"  {name}: not measured, this processor does not have it ({int8.backend(x.device).name})")
+    with tempfile.TemporaryDirectory() as folder:
+        found = runs(Path(folder))
+        seconds = dict(zip(found, fastest(*(partial(run, x) for run in found.values()), rounds=ROUNDS), strict=True))
+        wanted = found["diffusers fp32"](x) - x
+        for name, run in found.items():
+            snr = int8.snr_db(wanted, run(x) - x)
+            show(name, seconds[name], seconds["diffusers fp32"], f"SNR {snr:5.1f} dB", peak)
+        _, mine, quantised = blocks(Path(folder) / "eager")
+        split(mine, torch.float32, seconds["ours fp32"])
+        if "ours bf16" in seconds:
+            split(mine, torch.bfloat16, seconds["ours bf16"])
+        if "ours int8" in seconds:
+            split(quantised, torch.int8, seconds["ours int8"])
+        else:
+            print("  int8 products: not measured; " + int8.backend(CPU).name)
+            eighth(quantised, x, seconds)
+    print("  bf16: measured" if cpu.has_bfloat16() else "  bf16: not measured, this processor does not have it")
 
 
-def split(net: video.Block, x: torch.Tensor, turn: tuple, dtype: torch.dtype, whole: float) -> None:
-    """Linears, attention, and the rest; linears as a share of the fastest product of that kind that was seen."""
-    around = video.activations(dtype, x.device)
-    inputs = {WIDTH: x[0].to(around), 4 * WIDTH: torch.randn(TOKENS, 4 * WIDTH).to(around)}
-    layers = (net.attn.to_qkv, net.attn.to_out, net.ff.w1, net.ff.w2)
-    multiply = [(layer.at(dtype), inputs[layer.weight.shape[1]]) for layer in layers]
-    linears = fastest(lambda: [product(given) for product, given in multiply])
-    qkv = torch.randn(1, TOKENS, 3 * WIDTH).to(around)
-    attention = fastest(lambda: video.attend(qkv, turn, around))
-    peak = math.nan
-    if dtype != torch.int8:
-        a, b = torch.randn(4096, WIDTH).to(around), torch.randn(4 * WIDTH, WIDTH).to(around)
-        peak = 2 * 4096 * WIDTH * 4 * WIDTH / fastest(lambda: F.linear(a, b))
-    rate, share = LINEAR_FLOP / linears / 1e9, LINEAR_FLOP / linears / peak
+def show(name: str, seconds: float, base: float, note: str, peak: dict[str, float]) -> None:
+    share = f"{limit_s(name, peak) / seconds:4.0%} of peak" if peak else ""
+    whole = seconds * block_runs() / 60
+    print(
+        f"  {name:<32} {1000 * seconds:7.0f} ms {base / seconds:6.2f} x  {note}  {share}  416x736x124: {whole:6.1f} min"
+    )
+
+
+def eighth(quantised: video.Block, x: Tensor, seconds: dict[str, float]) -> None:
+    """comfy-kitchen's eager code on an eighth of the tokens, because it takes minutes."""
+    part = x[:, : tokens_of(EIGHTH)]
+    taken = fastest(partial(ours(kitchens(quantised), torch.float32, EIGHTH), part), rounds=1)[0]
+    scaled = taken * tokens_of(SIZE) / tokens_of(EIGHTH)
+    ratio = scaled / seconds["ours int8 file, products fp32"]
+    print(f"  comfy-kitchen eager int8: {taken:.1f} s for {part.shape[1]} tokens,", end=" ")
+    print(f"that is {scaled:.0f} s for all of them, {ratio:.0f} x ours")
+
+
+def split(block: video.Block, dtype: torch.dtype, whole: float) -> None:
+    """Linears, attention, and the rest."""
+    tokens, around = tokens_of(SIZE), video.activations(dtype, CPU)
+    inputs = {width: torch.randn(1, tokens, width).to(around) for width in (WIDTH, 4 * WIDTH)}
+    layers = (block.attn.to_qkv, block.attn.to_out, block.ff.w1, block.ff.w2)
+    products = [(layer.at(dtype), inputs[layer.weight.shape[1]]) for layer in layers]
+    qkv, turn = torch.randn(1, tokens, 3 * WIDTH).to(around), video.turns(SIZE, CPU)
+    kind = torch.bfloat16 if dtype == torch.int8 and cpu.has_bfloat16() else around
+    linears, attention = fastest(
+        lambda: [product(given) for product, given in products], lambda: video.attend(qkv, turn, kind)
+    )
     rest = max(0.0, whole - linears - attention)
-    print(f"    linears {1000 * linears:.0f} ms ({rate:.0f} GFLOP/s, {share:.0%} of one large product)")
-    print(f"    attention {1000 * attention:.0f} ms ({ATTENTION_FLOP / attention / 1e9:.0f} GFLOP/s)")
-    print(f"    rest {1000 * rest:.0f} ms")
+    print(f"    of ours {str(dtype).removeprefix('torch.')}: linears {1000 * linears:.0f} ms", end=" ")
+    print(f"({linear_flop(tokens) / linears / 1e9:.0f} GFLOP/s), attention {1000 * attention:.0f} ms", end=" ")
+    print(f"({attention_flop(tokens) / attention / 1e9:.0f} GFLOP/s), rest {1000 * rest:.0f} ms", flush=True)

@@ -20,7 +20,6 @@ import torch
 from h3spool.decode import DTYPES, Decoder
 from h3spool.vae import audio, cpu, video, weights
 
-ROUNDS = 2
 BLOCKS, BLOCKS_EMULATED = 12, 1  # of 36; bfloat16 without hardware for it takes eight times as long
 TILE = (7, 16, 16)
 SMALL_ENCODER = {"block_out_channels": (4,) * 6, "norm_num_groups": 2, "layers_per_block": 1}
@@ -46,10 +45,10 @@ def processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown CPU")
 
 
-def fastest(*works: Callable[[], object]) -> list[float]:
-    """Seconds of each, the best of ROUNDS interleaved ones."""
+def fastest(*works: Callable[[], object], rounds: int = 2) -> list[float]:
+    """Seconds of each, the best of so many interleaved rounds."""
     best = [math.inf] * len(works)
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for index, work in enumerate(works):
             start = time.perf_counter()
             work()

@@ -2,62 +2,25 @@
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from faultlib import LAUNCH, REPO, World, memory_folder, need_program, need_root
 
+from bench.sshd import Sshd
+
 
 class Far:
-    """An sshd on 127.0.0.1 with its own keys, an `ssh` that knows it as `peer`, and the h3spool that it runs."""
+    """An sshd on 127.0.0.1, an `ssh` that knows it as `peer`, and the h3spool that it runs."""
 
-    def __init__(self, folder: Path):
-        self.folder, self.bin = folder, folder / "bin"
-        self.bin.mkdir()
-        port = self._free_port()
-        for name in ("host", "client"):
-            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
-        host = (folder / "host.pub").read_text().split()
-        (folder / "known").write_text(f"[127.0.0.1]:{port} {host[0]} {host[1]}\n")
-        (folder / "authorized").write_text((folder / "client.pub").read_text())
-        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # where sshd separates privileges
-        (folder / "sshd_config").write_text(
-            f"ListenAddress 127.0.0.1:{port}\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/authorized\n"
-            f"PidFile none\nStrictModes no\nUsePAM no\nMaxStartups 200\nMaxSessions 100\nPermitRootLogin yes\n"
-        )
-        (folder / "ssh_config").write_text(
-            f"Host peer\n HostName 127.0.0.1\n Port {port}\n User root\n IdentityFile {folder}/client\n"
-            f" IdentitiesOnly yes\n UserKnownHostsFile {folder}/known\n StrictHostKeyChecking yes\n"
-        )
-        ssh, sshd = shutil.which("ssh"), shutil.which("sshd") or "/usr/sbin/sshd"
-        self.script("ssh", f'exec {ssh} -F {folder}/ssh_config "$@"')
-        self.h3spool = self.script("h3spool", f'PYTHONPATH={REPO} exec {sys.executable} -c "{LAUNCH}" "$@"')
-        self.env = os.environ | {"PATH": f"{self.bin}:{os.environ['PATH']}", "PYTHONPATH": str(REPO)}
-        self.daemon = subprocess.Popen([sshd, "-D", "-f", folder / "sshd_config", "-E", folder / "log"])
-        deadline = time.monotonic() + 20
-        while subprocess.run(["ssh", "peer", "true"], env=self.env, capture_output=True, check=False).returncode:
-            assert time.monotonic() < deadline, (folder / "log").read_text()
-            time.sleep(0.1)
-
-    @staticmethod
-    def _free_port() -> int:
-        import socket
-
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return probe.getsockname()[1]
-
-    def script(self, name: str, line: str) -> Path:
-        path = self.bin / name
-        path.write_text(f"#!/bin/sh\n{line}\n")
-        path.chmod(0o755)
-        return path
+    def __init__(self, server: Sshd):
+        self.folder, self.script, self.daemon = server.home, server.script, server.process
+        self.h3spool = server.script("h3spool", f'PYTHONPATH={REPO} exec {sys.executable} -c "{LAUNCH}" "$@"')
+        self.env = server.env | {"PYTHONPATH": str(REPO)}
 
     def start(self, *argv: object, **options) -> subprocess.Popen:
         """Start `h3spool ARGV` as a program of its own."""
@@ -69,12 +32,6 @@ class Far:
         """The arguments of a push to the peer."""
         remote = ("--remote-command", command or self.h3spool)
         return ("push", "--to", f"peer:{world.decoder}", *remote, *more, "-s", spool or world.sampler)
-
-    def end(self) -> None:
-        for pid in descendants(self.daemon.pid):
-            kill(pid)
-        self.daemon.kill()
-        self.daemon.wait()
 
 
 def kill(pid: int) -> bool:
@@ -111,9 +68,9 @@ def far_node() -> Iterator[Far]:
     """An sshd for the time of the block."""
     need_root()
     need_program("sshd", "ssh", "ssh-keygen", "rsync")
-    with memory_folder() as folder:
-        far = Far(folder)
+    with memory_folder() as folder, Sshd(folder) as server:
         try:
-            yield far
+            yield Far(server)
         finally:
-            far.end()
+            for pid in descendants(server.process.pid):
+                kill(pid)

@@ -4,16 +4,15 @@ import json
 import os
 import shutil
 import signal
-import socket
 import stat
 import subprocess
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from conftest import PROGRAM, census, clean_environment, make_clip, places_of, put, receipt_of, wait_for
 
+from bench.sshd import Sshd
 from h3spool import push as pushing
 from h3spool.errors import BadData, NotFound, NotUsable, TryLater
 from h3spool.link import LocalLink, Peer, SshLink
@@ -209,46 +208,17 @@ def sshd(tmp_path_factory):
     if not (binary and shutil.which("ssh") and RSYNC) and not os.environ.get("CI"):
         pytest.skip("sshd, ssh or rsync is not installed (make system installs them)")
     folder = tmp_path_factory.mktemp("sshd")
-    for key in ("host", "user", "stranger"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
-    shutil.copy(folder / "user.pub", folder / "authorized_keys")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    if os.geteuid() == 0:
-        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # where sshd separates privileges
-    (folder / "sshd_config").write_text(
-        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/authorized_keys\n"
-        "StrictModes no\nUsePAM no\nPidFile none\nPasswordAuthentication no\nPermitRootLogin prohibit-password\n"
-        f"MaxStartups 100\nSetEnv PATH={PROGRAM.parent}:/usr/bin:/bin\n"
-    )
-    host_key = (folder / "host.pub").read_text()
-    (folder / "known_hosts").write_text(f"[127.0.0.1]:{port} {host_key}")
-    (folder / "wrong_hosts").write_text(f"[127.0.0.1]:{port} {(folder / 'stranger.pub').read_text()}")
+    home = folder / "sshd"
     hosts = {
-        "atelier": (port, "user", "known_hosts"),
-        "impostor": (port, "user", "wrong_hosts"),
-        "unknown": (port, "user", "no_hosts"),
-        "locked": (port, "stranger", "known_hosts"),
-        "away": (1, "user", "known_hosts"),
+        "atelier": {},
+        "impostor": {"UserKnownHostsFile": home / "wrong"},
+        "unknown": {"UserKnownHostsFile": home / "none"},
+        "locked": {"IdentityFile": home / "stranger"},
+        "away": {"Port": 1},
     }
-    common = "  HostName 127.0.0.1\n  IdentitiesOnly yes\n  GlobalKnownHostsFile /dev/null\n  LogLevel ERROR\n"
-    config = (
-        f"Host {name}\n{common}  Port {to}\n  IdentityFile {folder}/{key}\n  UserKnownHostsFile {folder}/{known}\n"
-        for name, (to, key, known) in hosts.items()
-    )
-    (folder / "ssh_config").write_text("".join(config))
-    script(folder / "bin" / "ssh", f'exec {shutil.which("ssh")} -F {folder}/ssh_config "$@"')
-    argv = [binary, "-D", "-E", folder / "log", "-f", folder / "sshd_config"]
-    process = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
-    deadline = time.monotonic() + 20
-    while socket.socket().connect_ex(("127.0.0.1", port)):
-        assert process.poll() is None, (folder / "log").read_text()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    yield folder
-    process.terminate()
-    process.wait()
+    with Sshd(folder, f"PATH={PROGRAM.parent}:/usr/bin:/bin", hosts) as server:
+        server.trust(server.key("stranger"), "wrong")
+        yield home
 
 
 def script(path: Path, body: str) -> Path:
