@@ -7,10 +7,16 @@ import shutil
 import subprocess
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from h3spool.errors import Unavailable
+
+
+def mortal(argv: Sequence[str | os.PathLike[str]]) -> list[str | os.PathLike[str]]:
+    """A command that is killed when the thread that starts it ends, where setpriv is installed."""
+    setpriv = shutil.which("setpriv")
+    return [*([setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []), *argv]
 
 
 class Child:
@@ -19,10 +25,9 @@ class Child:
     def __init__(self, argv: list[str], *, talk: bool = False):
         if shutil.which(argv[0]) is None:  # setpriv would report it as an exit status
             raise Unavailable(f"{argv[0]}: not installed on this node")
-        setpriv = shutil.which("setpriv")
         pipe = subprocess.PIPE if talk else subprocess.DEVNULL
         self.process = subprocess.Popen(
-            [*([setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []), *argv],
+            mortal(argv),
             stdin=pipe,
             stdout=pipe,
             stderr=subprocess.PIPE,

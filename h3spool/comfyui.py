@@ -20,7 +20,6 @@ from __future__ import annotations
 import hashlib
 import secrets
 import struct
-import subprocess
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -28,10 +27,10 @@ from contextlib import closing
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from h3spool import container, latent
+from h3spool import container, ffmpeg, latent
 from h3spool.comfyui_server import TEMP, Away, Server, choose_vae
 from h3spool.container import Tensor
-from h3spool.errors import BadData, IOFailed, NotPermitted, NotUsable, TryLater, Unavailable
+from h3spool.errors import BadData, IOFailed, NotPermitted, NotUsable, TryLater
 from h3spool.gate import BLACK_MAX
 
 if TYPE_CHECKING:
@@ -181,7 +180,7 @@ class ComfyUI:
         flac = self._fetch(files[0])
         report["bits"] = _check_flac(flac, self._audio_vae)
         argv = ["-f", "flac", "-i", "-", "-f", "f32le", "-"]
-        yield self._unpacked(flac, argv, "<f4", (SAMPLES_PER_TOKEN * audio.shape[3], 2)).T
+        yield ffmpeg.unpack(self._ffmpeg, flac, argv, "<f4", (SAMPLES_PER_TOKEN * audio.shape[3], 2)).T
         report["chunks"] = 1
         self._fetched.append((prompt, files))  # kept until the picture is here: a kill before that must not cost it
 
@@ -309,7 +308,8 @@ class ComfyUI:
             for png in pngs:
                 _check_png(png, size)
             argv = ["-f", "image2pipe", "-c:v", "png", "-i", "-", "-fps_mode", "passthrough", "-f", "rawvideo"]
-            clip = self._unpacked(b"".join(pngs), [*argv, "-pix_fmt", "rgb24", "-"], "u1", (len(pngs), *size, 3))
+            argv += ["-pix_fmt", "rgb24", "-"]
+            clip = ffmpeg.unpack(self._ffmpeg, b"".join(pngs), argv, "u1", (len(pngs), *size, 3))
             if zero := [first + index for index, frame in enumerate(clip) if not frame.any()]:
                 report["warnings"].append(f"frames {zero} are exactly black, which is how ComfyUI saves NaN")
             yield clip
@@ -320,21 +320,6 @@ class ComfyUI:
         """Whether no frame has a value above black; it stops at the first clip that has one."""
         with closing(self._pictures(files, size, {"clips": 0, "warnings": []})) as clips:
             return all(clip.max() <= BLACK_MAX for clip in clips)
-
-    def _unpacked(self, data: bytes, argv: list[str], kind: str, shape: tuple[int, ...]) -> np.ndarray:
-        """What ffmpeg makes of `data`, which must be exactly an array of this type and shape."""
-        import numpy as np
-
-        quiet = ["-hide_banner", "-nostats", "-loglevel", "error"]
-        try:
-            done = subprocess.run([self._ffmpeg, *quiet, *argv], input=data, capture_output=True, check=False)
-        except OSError as error:
-            raise Unavailable(f"ffmpeg: {self._ffmpeg} does not run ({error.strerror}); correct --ffmpeg") from error
-        need = int(np.prod(shape)) * np.dtype(kind).itemsize
-        if done.returncode or len(done.stdout) != need:
-            said = done.stderr.decode(errors="replace").strip()[-500:]
-            raise IOFailed(f"what ComfyUI sent unpacks to {len(done.stdout)} bytes, not to {need}; ffmpeg says: {said}")
-        return np.frombuffer(done.stdout, kind).reshape(shape)
 
 
 class _Prompt:

@@ -1,4 +1,4 @@
-"""All that knows ffmpeg: frames and samples to a lossless master and an MP4, and what is in such a file.
+"""Media files: frames and samples to a lossless master and an MP4, and what is in such a file.
 
 Frames are uint8 `[n, H, W, 3]` (R, G, B, full range) at 24 frames a second; sound is float32 `[2, n]` (left, right) at
 32 kHz. In one pass they become
@@ -15,23 +15,19 @@ thread that started it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import re
 import shlex
-import shutil
-import signal
 import subprocess
-import threading
 import time
-from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from h3spool.errors import BadData, IOFailed, Unavailable
+from h3spool.errors import BadData, IOFailed
+from h3spool.ffmpeg import QUIET, Ffmpeg, version
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -43,7 +39,6 @@ FRAME_RATE = 24
 SOUND_HZ = 32_000  # what the audio VAE decodes to, and the master's rate
 MP4_SOUND_HZ = 48_000
 SOUND_TOLERANCE_S = 1024 / MP4_SOUND_HZ  # one AAC frame
-STDERR_LINES = 100
 
 # Converting *and* tagging: either alone shifts the colours. setpts: Matroska stamps whole milliseconds, so count again.
 TO_BT709 = (
@@ -54,8 +49,6 @@ TO_BT709 = (
 BT709_TAGS = shlex.split("-color_primaries bt709 -color_trc bt709 -colorspace bt709 -color_range tv")
 MASTER = shlex.split("-c:v ffv1 -level 3 -g 1 -slices 4 -slicecrc 1 -pix_fmt gbrp -c:a pcm_f32le -f matroska")
 DECODE = shlex.split("-map 0:v:0? -map 0:a:0? -fps_mode passthrough -enc_time_base:v 1:90000 -f framecrc -")
-QUIET = shlex.split("-nostdin -hide_banner -nostats -y -loglevel level+warning")  # level: each line begins with its own
-MISSING_ENCODER = "Unknown encoder|Cannot load lib|No capable devices found|required Nvidia driver|CUDA_ERROR_NO_DEVICE"
 
 
 @dataclass(frozen=True)
@@ -83,42 +76,6 @@ class Picture:
     def duration_s(self) -> float:
         """Length in seconds at 24 frames a second."""
         return self.frames / FRAME_RATE
-
-
-def ffmpeg_exe(override: str | None = None) -> str:
-    """Return the ffmpeg to use: `override` (a path or a name in PATH), else the one that imageio-ffmpeg ships.
-
-    Raises:
-        Unavailable: there is none, or it does not run.
-    """
-    exe = override
-    if not override:
-        try:
-            import imageio_ffmpeg
-
-            exe = imageio_ffmpeg.get_ffmpeg_exe()
-        except (ImportError, RuntimeError) as err:
-            raise Unavailable(f"ffmpeg: none found ({err}); install imageio-ffmpeg or give --ffmpeg") from err
-    ffmpeg_version(exe)
-    return exe
-
-
-@functools.lru_cache
-def ffmpeg_version(exe: str) -> str:
-    """Return the version of `exe`, such as `9.0.2`.
-
-    Raises:
-        Unavailable: it is missing, does not run, or is not ffmpeg.
-    """
-    try:
-        with _Child([exe, "-version"], stdout=subprocess.PIPE) as child:
-            answer = child.process.stdout.read().decode(errors="replace")
-    except (IOFailed, OSError) as err:
-        raise Unavailable(f"ffmpeg: {exe} does not run ({err}); name a working one with --ffmpeg") from err
-    found = re.match(r"ffmpeg version n?(\S+)", answer)
-    if not found:
-        raise Unavailable(f"{exe} -version does not answer like ffmpeg; name a working one with --ffmpeg")
-    return found[1]
 
 
 def encode(
@@ -169,7 +126,7 @@ def encode(
             argv += [*maps, *_mp4_arguments(picture, encoding, tags), _url(mp4)]
         if master is not None:
             argv += [*maps, *MASTER, *_metadata(tags), _url(master)]
-        with _Child(argv, pass_fds=(memory.fileno(),)) as child:
+        with Ffmpeg(argv, pass_fds=(memory.fileno(),)) as child:
             for block in _checked_frames(frames, picture):
                 digest.update(block)
                 child.write(block)
@@ -206,7 +163,7 @@ def mux(
     with _removed_on_failure(mp4):
         argv = [exe, *QUIET, "-i", _url(master), "-map", "0:v", *(["-map", "0:a"] if sound else [])]
         argv += [*_mp4_arguments(picture, encoding, tags), _url(mp4)]
-        with _Child(argv):
+        with Ffmpeg(argv):
             pass
         return {**_run_facts(exe, argv, started), "mp4": check(exe, mp4, picture, sound=sound)}
 
@@ -224,7 +181,7 @@ def probe(exe: str, path: Path) -> dict:
         IOFailed: the file is missing, damaged, or nothing that ffmpeg reads.
     """
     argv = [exe, *QUIET, "-loglevel", "level+info", "-i", _url(path), *DECODE]
-    with _Child(argv, stdout=subprocess.PIPE) as child:
+    with Ffmpeg(argv, stdout=subprocess.PIPE) as child:
         child.process.stdin.close()
         streams = _decoded_streams(child.process.stdout)
     facts: dict = {"bytes": path.stat().st_size, "frames": 0, "video": None, "audio": None}
@@ -300,7 +257,7 @@ def _url(path: Path) -> str:
 
 
 def _run_facts(exe: str, argv: list[str], started: float) -> dict:
-    return {"ffmpeg": ffmpeg_version(exe), "ffmpeg_args": argv[1:], "encode_s": round(time.monotonic() - started, 3)}
+    return {"ffmpeg": version(exe), "ffmpeg_args": argv[1:], "encode_s": round(time.monotonic() - started, 3)}
 
 
 def _checked_frames(frames: Iterable[np.ndarray], picture: Picture) -> Iterator[memoryview]:
@@ -376,73 +333,3 @@ def _described(lines: Iterable[str], kind: str) -> dict:
     color = next((word for word in words if re.match(r"bt|smpte|gbr|\w+/", word)), None)
     size = {"width": int(width), "height": int(height)}
     return {"codec": codec, "pix_fmt": pixels, "range": span, "color": color, **size}
-
-
-class _Child:
-    """A running ffmpeg: frames go to `write`, what it says is kept, leaving the block reaps it.
-
-    Leaving normally waits for it and raises when it failed or complained; an exception kills it. It has its own
-    session, so that Ctrl-C reaches h3spool alone, and dies (by setpriv) with the thread that started it.
-    """
-
-    def __init__(self, argv: list[str], pass_fds: tuple[int, ...] = (), stdout: int = subprocess.DEVNULL):
-        if shutil.which(argv[0]) is None:
-            raise Unavailable(f"ffmpeg: {argv[0]} is not an executable file; correct --ffmpeg or H3SPOOL_FFMPEG")
-        setpriv = shutil.which("setpriv")
-        bound = [setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []
-        self.output = argv[-1]
-        self.lines: deque[str] = deque(maxlen=STDERR_LINES)
-        pipes = {"stdin": subprocess.PIPE, "stdout": stdout, "stderr": subprocess.PIPE}
-        self.process = subprocess.Popen([*bound, *argv], **pipes, pass_fds=pass_fds, start_new_session=True)
-        self._reader = threading.Thread(target=self._drain, daemon=True)
-        self._reader.start()
-
-    def __enter__(self) -> _Child:
-        return self
-
-    def write(self, data: memoryview) -> None:
-        """Send `data` to its standard input; when it has gone, raise why."""
-        try:
-            self.process.stdin.write(data)
-        except BrokenPipeError:
-            self._reap()
-            raise self._failure() from None
-
-    def __exit__(self, kind, value, trace) -> None:
-        try:
-            if kind is None:
-                self._close_stdin()
-                self._reap()
-        finally:
-            if self.process.poll() is None:
-                os.killpg(self.process.pid, signal.SIGKILL)
-                self._reap()
-            self._close_stdin()
-        if kind is None and (self.process.returncode or self.errors()):
-            raise self._failure()
-
-    def _close_stdin(self) -> None:
-        with contextlib.suppress(BrokenPipeError):  # its exit status says why
-            self.process.stdin.close()
-
-    def _reap(self) -> None:
-        self.process.wait()
-        self._reader.join(timeout=5)  # a grandchild may hold the pipe open
-
-    def _drain(self) -> None:
-        for line in self.process.stderr:
-            self.lines.append(line.decode(errors="replace").rstrip())
-
-    def errors(self) -> list[str]:
-        """Return those of its last lines that are errors."""
-        return [line for line in self.lines if re.match(r"(\[\w[^]]*\] )*\[(error|fatal)\] ", line)]
-
-    def _failure(self) -> IOFailed | Unavailable:
-        said = "\n".join(self.errors() or self.lines)
-        status = self.process.returncode
-        ended = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
-        if re.search(MISSING_ENCODER, said):
-            return Unavailable(f"ffmpeg cannot use this encoder here; choose another with --codec:\n{said}")
-        if "No space left on device" in said:
-            return IOFailed(f"no space left on the disk of {self.output}: make room (h3spool gc) and try again")
-        return IOFailed(f"ffmpeg {ended} at {self.output}; it said:\n{said or '(nothing)'}")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import h3spool
-from h3spool import container, latent
+from h3spool import container, ffmpeg, latent
 from h3spool.spool import Spool
 
 PROGRAM = Path(sys.executable).with_name("h3spool")
@@ -178,9 +178,8 @@ def cli(monkeypatch, capfd):
 
 def fake_ffmpeg(path: Path, body: str) -> Path:
     """A shell script in the place of ffmpeg that tells its version and then does `body`."""
-    from h3spool import media
 
-    path.write_text(f'#!/bin/sh\n[ "$1" = -version ] && exec {media.ffmpeg_exe()} -version\n{body}\n')
+    path.write_text(f'#!/bin/sh\n[ "$1" = -version ] && exec {ffmpeg.find()} -version\n{body}\n')
     path.chmod(0o755)
     return path
 

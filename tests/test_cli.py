@@ -23,10 +23,10 @@ from conftest import (
     wait_for,
 )
 
-from h3spool import media
+from h3spool import ffmpeg, media
 from h3spool.spool import Spool
 
-FFMPEG = media.ffmpeg_exe()
+FFMPEG = ffmpeg.find()
 FREE = ["--min-free", "0"]
 
 
@@ -397,11 +397,11 @@ def test_an_ffmpeg_that_is_missing_is_69_and_nothing_is_claimed(cli, decoder, va
     (tmp_path / "text").write_text("#!/bin/sh\necho I am no encoder\n")
     (tmp_path / "text").chmod(0o755)
     more = vaes if command[0] == "decode" else []
-    for ffmpeg, words in (
+    for program, words in (
         (tmp_path / "nothing", "not an executable file"),
         (tmp_path / "text", "does not answer like ffmpeg"),
     ):
-        done = cli(*command, "-s", decoder.root, *more, "--ffmpeg", ffmpeg, *FREE)
+        done = cli(*command, "-s", decoder.root, *more, "--ffmpeg", program, *FREE)
         assert (done.code, done.out) == (69, "")
         assert words in done.err
     assert census(decoder) == {"verified": 1, "decoded": 1}

@@ -8,7 +8,7 @@ import time
 
 from conftest import PROGRAM, clean_environment, make_clip, wait_for
 
-from h3spool import export, media
+from h3spool import export, ffmpeg
 
 
 def test_a_second_decoder_on_the_same_device_ends_quietly_with_75(decoder, vaes, program):
@@ -46,7 +46,7 @@ def test_a_loop_verifies_while_it_loads(decoder, vaes, tmp_path):
     """ffmpeg, which loading asks for its version, does not answer for now; the job is verified all the same."""
     export(*make_clip(), spool=decoder, min_free_bytes=0)
     slow, go = tmp_path / "ffmpeg", tmp_path / "go"
-    slow.write_text(f'#!/bin/sh\nwhile [ ! -e {go} ]; do sleep 0.05; done\nexec {media.ffmpeg_exe()} "$@"\n')
+    slow.write_text(f'#!/bin/sh\nwhile [ ! -e {go} ]; do sleep 0.05; done\nexec {ffmpeg.find()} "$@"\n')
     slow.chmod(0o755)
     running = started(decoder, *vaes, "--ffmpeg", slow)
     try:

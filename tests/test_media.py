@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from h3spool import media
+from h3spool import ffmpeg, media
 from h3spool.errors import BadData, IOFailed, Unavailable
 
 COLORS = np.array(
@@ -34,7 +34,7 @@ TAGS = {"title": "Küche = 鍋\nStream #0:0: Video: h264", "comment": "h3spool j
 
 @pytest.fixture(scope="module")
 def exe():
-    return media.ffmpeg_exe()
+    return ffmpeg.find()
 
 
 def color_bars(frames=PICTURE.frames):
@@ -418,7 +418,7 @@ def test_probe_of_something_else_is_an_io_failure(exe, tmp_path):
 
 
 def test_ffmpeg_is_found_and_names_its_version():
-    assert media.ffmpeg_version(media.ffmpeg_exe())[0].isdigit()
+    assert ffmpeg.version(ffmpeg.find())[0].isdigit()
 
 
 def test_a_missing_or_wrong_ffmpeg_is_unavailable(tmp_path):
@@ -427,8 +427,8 @@ def test_a_missing_or_wrong_ffmpeg_is_unavailable(tmp_path):
     plain.chmod(stat.S_IRUSR)
     for override in (str(tmp_path / "absent"), str(plain), "no-such-ffmpeg-anywhere"):
         with pytest.raises(Unavailable, match="--ffmpeg"):
-            media.ffmpeg_exe(override)
+            ffmpeg.find(override)
     with pytest.raises(Unavailable, match="does not answer like ffmpeg"):
-        media.ffmpeg_exe("/bin/echo")
+        ffmpeg.find("/bin/echo")
     with pytest.raises(Unavailable, match="does not run"):
-        media.ffmpeg_exe("/bin/false")
+        ffmpeg.find("/bin/false")

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from conftest import clip_bytes, fake_ffmpeg, make_clip, places_of, put, receipt_of
 
-from h3spool import media, render, steps
+from h3spool import ffmpeg, render, steps
 from h3spool.errors import BadData, IOFailed, NotFound, TryLater, Unavailable
 
-FFMPEG = media.ffmpeg_exe()
+FFMPEG = ffmpeg.find()
 
 
 class Engine:

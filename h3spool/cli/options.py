@@ -198,10 +198,10 @@ class EncodingChoice:
 
     def output(self, **settings: object) -> object:
         """Where results go, once ffmpeg is known to run."""
-        from h3spool import media, render
+        from h3spool import ffmpeg, render
 
         encoding = {"codec": self.codec, "quality": self.quality, "preset": self.preset}
-        return render.Output(media.ffmpeg_exe(self.ffmpeg), encoding, **settings)
+        return render.Output(ffmpeg.find(self.ffmpeg), encoding, **settings)
 
 
 encoding_options = bundle(
