@@ -1,8 +1,8 @@
-"""Run the benchmarks: `python -m bench [handover] [block] [cold] [decode]`."""
+"""Run the benchmarks: `python -m bench [handover] [block] [cold] [decode] [exactness]`."""
 
 import sys
 
-PARTS = ("handover", "block", "cold", "decode")
+PARTS = ("handover", "block", "cold", "decode", "exactness")
 
 
 def main() -> None:

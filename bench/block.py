@@ -97,6 +97,8 @@ def blocks(folder: Path) -> tuple[torch.nn.Module, video.Block, video.Block]:
     diffusers.utils.logging.set_verbosity_error()
     vae = diffusers.AutoencoderKLMiniMaxH3(**SMALL_ENCODER, **STATS, decoder_num_layers=1)
     randomise(vae)
+    for norm in (vae.decoder.transformer_blocks[0].norm1, vae.decoder.transformer_blocks[0].norm2):
+        norm.weight.data += 1
     vae.save_pretrained(folder)
     quantize.quantize(folder, folder / "int8", lambda done, total: None)
     nets = [weights.load_video(path, torch.float32, CPU)[0] for path in (folder, folder / "int8")]
