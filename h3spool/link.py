@@ -8,11 +8,14 @@ and returns the receiver's answers; `end` ends it. Two runs may overlap. Every c
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 import shutil
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -158,7 +161,7 @@ class SshLink:
         if not _REMOTE_COMMAND.fullmatch(remote_command):
             raise BadData(f"--remote-command {remote_command!r}: letters, digits, spaces and ._~/+@=,- only")
         self.peer, self._remote_command, self._bwlimit = peer, remote_command, bwlimit
-        self._folder = Path(tempfile.mkdtemp(prefix="h3spool-", dir="/tmp"))  # a control path has room for 100 bytes
+        self._folder, self._lock = _control_folder()
         self.uuid: str | None = None
         self._master: Child | None = None
 
@@ -206,14 +209,14 @@ class SshLink:
             time.sleep(0.005)
 
     def begin(self, run: str, jobs: list[Job]) -> SshRun:
-        """Start the receiver of a run and, beside it, rsync.
+        """Start the receiver of a run and, beside it, rsync where there are jobs.
 
         Raises:
             Unavailable, NotPermitted, TryLater
         """
         self.connect()
         receiver = Child(self.remote("admit", "--spool", self.peer.path, "--", run), talk=True)
-        return SshRun(self, receiver, Child(self.rsync([str(job.path) for job in jobs], run)))
+        return SshRun(self, receiver, Child(self.rsync([str(job.path) for job in jobs], run)) if jobs else None)
 
     def understood(self, facts: dict) -> dict:
         """A greeting that this h3spool can work with, or the failure that it reports."""
@@ -270,6 +273,7 @@ class SshLink:
         if self._master is not None:
             self._master.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
+        os.close(self._lock)
 
     # -- what went wrong
 
@@ -302,10 +306,30 @@ class SshLink:
         return TryLater(f"{host}: {text}")
 
 
+def _control_folder() -> tuple[Path, int]:
+    """A fresh folder for the control socket, whose path may have 100 bytes, with a lock that is held while it is used.
+
+    Those of processes that were killed are removed.
+    """
+    for lock in Path("/tmp").glob("h3spool-*/lock"):
+        with suppress(OSError):  # held, or another user's, or gone meanwhile
+            fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent)
+            finally:
+                os.close(fd)
+    folder = Path(tempfile.mkdtemp(prefix="h3spool-", dir="/tmp"))
+    fd = os.open(folder / "fresh", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    os.rename(folder / "fresh", folder / "lock")  # nobody finds it unlocked
+    return folder, fd
+
+
 class SshRun:
     """One push run over SSH: the receiver, and rsync beside it."""
 
-    def __init__(self, link: SshLink, receiver: Child, rsync: Child):
+    def __init__(self, link: SshLink, receiver: Child, rsync: Child | None):
         self._link, self._receiver, self._rsync = link, receiver, rsync
 
     def greeting(self) -> dict:
@@ -355,7 +379,7 @@ class SshRun:
 
     def end(self) -> None:
         """Let the receiver end; what was not admitted is cleared away when a later run begins."""
-        if self._rsync.process.poll() is None:
+        if self._rsync is not None and self._rsync.process.poll() is None:
             self._rsync.kill()
         self._receiver.finish()
 

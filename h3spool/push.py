@@ -58,6 +58,31 @@ def push(spool: Spool, link: LocalLink | SshLink, names: Iterable[str] = ()) -> 
         slot.release()
 
 
+def greet(spool: Spool, link: LocalLink | SshLink) -> dict:
+    """Ask the peer's spool who it is, and send nothing.
+
+    Returns:
+        `node`, `free_bytes`, `waiting` (jobs) and more.
+
+    Raises:
+        NotUsable, TryLater, Unavailable, NotPermitted, IOFailed: a push would fail for this reason.
+    """
+    slot = spool.take_slot("push")
+    transfer = None
+    try:
+        transfer = link.begin(_run_name(slot, 0), [])
+        return transfer.greeting()
+    finally:
+        if transfer is not None:
+            transfer.end()
+        slot.release()
+
+
+def _run_name(slot: Slot, parity: int) -> str:
+    """The receiver clears older runs of the same sender and number: two that overlap need two numbers."""
+    return f"push-{slot.spool.uuid}-{2 * slot.number + parity}-{secrets.token_hex(8)}"
+
+
 class _BoundElsewhere(TryLater):
     """The job goes to another spool only; nobody is told unless he asked for this job."""
 
@@ -88,8 +113,7 @@ class _Run:
     def __init__(self, slot: Slot, link: LocalLink | SshLink, jobs: list[Job], parity: int):
         self.slot, self.link, self.spool = slot, link, slot.spool
         self.held = {job.name: job for job in jobs}
-        # the receiver clears older runs of the same sender and number: two that overlap need two numbers
-        self.name = f"push-{self.spool.uuid}-{2 * slot.number + parity}-{secrets.token_hex(8)}"
+        self.name = _run_name(slot, parity)
         self.start = receipt.now()
         self._transfer: LocalRun | SshRun | None = None
         self._manifests: dict[str, dict] = {}

@@ -6,6 +6,7 @@ import shutil
 import signal
 import stat
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -471,6 +472,39 @@ def test_an_interrupted_push_puts_back_and_leaves_no_child(sampler, decoder, far
     assert (places_of(sampler.root), places_of(decoder.root)) == ({name: ["done"]}, {name: ["incoming"]})
 
 
+@pytest.mark.parametrize("command", [["loop"], ["push", "--watch"]])
+@pytest.mark.parametrize(
+    ("host", "spool", "says"),
+    [
+        ("atelier", None, "pushing to the node deco, atelier:"),
+        ("away", None, "jobs wait here until it is back"),
+        ("unknown", None, 77),
+        ("locked", None, 77),
+        ("atelier", "nothing", 66),
+    ],
+)
+def test_a_loop_tells_at_once_whom_it_pushes_to(sampler, decoder, far, command, host, spool, says):
+    first, *more = command
+    argv = far.arguments(*more, host=host, spool=SimpleNamespace(root=spool) if spool else decoder)
+    argv[0] = first
+    loop = subprocess.Popen([PROGRAM, *argv], env=clean_environment(), stderr=subprocess.PIPE, text=True)
+    try:
+        line = loop.stderr.readline()
+        if isinstance(says, int):
+            assert loop.wait(30) == says, line
+        else:
+            assert says in line and loop.poll() is None
+            assert os.listdir(decoder.root / "tmp") == []
+            if host == "atelier":
+                export(*make_clip(), spool=sampler, min_free_bytes=0)
+                if first == "push":
+                    list(verify(sampler))
+                wait_for(lambda: census(decoder) == {"incoming": 1})
+    finally:
+        loop.terminate()
+        loop.communicate(timeout=30)
+
+
 def children_with(text: str) -> list[str]:
     """Command lines of ssh and rsync clients that name the peer's spool."""
     found = []
@@ -501,6 +535,28 @@ def test_one_connection_serves_every_run_and_ends_with_the_link(sampler, decoder
     finally:
         link.close()
     assert not folder.exists()
+
+
+def test_the_folders_of_killed_pushers_are_cleared_and_those_of_living_ones_are_not(decoder):
+    code = "import sys; from h3spool.link import Peer, SshLink; link = SshLink(Peer.parse(sys.argv[1]));"
+    argv = [
+        sys.executable,
+        "-c",
+        f"{code} print(link._folder, flush=True); sys.stdin.read()",
+        f"atelier:{decoder.root}",
+    ]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(argv, **pipes) as killed, subprocess.Popen(argv, **pipes) as living:
+        folders = [Path(child.stdout.readline().strip()) for child in (killed, living)]
+        killed.kill()
+        killed.wait()
+        assert all(folder.is_dir() for folder in folders)
+        link = SshLink(Peer.parse(f"atelier:{decoder.root}"))
+        try:
+            assert [folder.is_dir() for folder in (*folders, link._folder)] == [False, True, True]
+        finally:
+            link.close()
+            living.kill()
 
 
 def test_a_receiver_that_hangs_is_given_up_and_the_job_is_back(sampler, decoder, far, tmp_path, monkeypatch):

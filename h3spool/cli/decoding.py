@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from h3spool.cli.handover import peer_link
+from h3spool.cli.handover import peer_link, tell_peer
 from h3spool.cli.options import (
     GIB,
     EncodingChoice,
@@ -268,6 +268,8 @@ def loop(
         if to is None:
             raise click.UsageError("where to? give --to [USER@]HOST:SPOOL or set H3SPOOL_TO")
         with peer_link(to, peer, min_free) as link:
+            if not once:
+                tell_peer(spool, link)
             passes = [checking, Pass("push", lambda: sending.push(spool, link))]
             return run_passes(passes, spool, once=once, grace_s=grace, as_json=as_json)
     decoding = Decoding(spool, engine, encoding, min_free, keep_master=keep_master, deliver=deliver)

@@ -23,8 +23,8 @@ from h3spool.cli.options import (
     spool_options,
     watch_options,
 )
-from h3spool.cli.output import Batch, out, run_passes, stoppable
-from h3spool.errors import H3SpoolError
+from h3spool.cli.output import Batch, note, out, run_passes, stoppable
+from h3spool.errors import H3SpoolError, IOFailed, TryLater
 
 
 @click.command()
@@ -82,6 +82,7 @@ def push(
         if dry_run:
             return show_push(spool, link)
         if stopping.watch:
+            tell_peer(spool, link)
             passes = [Pass("push", lambda: sending.push(spool, link))]
             run_passes(passes, spool, once=False, grace_s=stopping.grace, as_json=as_json)
         with stoppable():
@@ -102,6 +103,18 @@ def peer_link(to: str, choice: PeerChoice, min_free: float) -> Iterator[object]:
         yield way
     finally:
         way.close()
+
+
+def tell_peer(spool: object, link: object) -> None:
+    """Say whom a loop pushes to, or why it cannot yet. What only a person can mend is raised."""
+    from h3spool import push as sending
+
+    try:
+        facts = sending.greet(spool, link)
+    except (TryLater, IOFailed) as error:
+        return note(f"h3spool: {error}; jobs wait here until it is back")
+    room = f"{facts['free_bytes'] / GIB:.0f} GiB free, {facts['waiting']} jobs waiting there"
+    note(f"h3spool: pushing to the node {facts['node']}, {link.peer}: {room}")
 
 
 def show_push(spool: object, link: object) -> None:
