@@ -103,6 +103,42 @@ def test_half_precision_of_the_rotation_is_not_trusted():
     assert torch.isfinite(scale).all() and codes.abs().max() == 127
 
 
+@pytest.mark.parametrize(
+    ("capability", "cuda", "kitchen", "name"),
+    [
+        ((7, 0), "13.0", True, "de-quantised: sm70 has no int8"),
+        ((7, 5), "13.0", True, "comfy-kitchen"),
+        ((8, 6), "13.0", True, "comfy-kitchen"),
+        ((8, 6), "12.8", True, "torch integer product (comfy-kitchen needs CUDA 13)"),
+        ((8, 6), "13.0", False, "torch integer product (comfy-kitchen is not installed)"),
+        ((9, 0), "13.0", True, "de-quantised: int8 is slower than fp16 on sm90"),
+    ],
+)
+def test_each_card_gets_its_way(monkeypatch, capability, cuda, kitchen, name):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    if not kitchen:
+        monkeypatch.setitem(sys.modules, "comfy_kitchen", None)
+    found = int8._cuda_candidate(torch.device("cuda"))
+    assert found.name.startswith(name) and (found.product is None) == name.startswith("de-quantised")
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 6)])
+@pytest.mark.parametrize("inputs", [2048, 8192])
+def test_comfy_kitchen_is_given_what_it_needs(monkeypatch, capability, inputs):
+    """Its eager code here, its kernels there. On Turing ff.w2 is computed by us: its rotation there overflows float16."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    x, _, _, bias, weight = layer(64, inputs, rows=5)
+    codes, scale = int8.quantise(0.003 * weight, 256)
+    loud = (40_000 * int8.hadamard(256, CPU).sign()[:1]).tile(inputs // 256)  # one value of each group becomes 640,000
+    rows = torch.cat([x, loud]) if inputs == 8192 and capability == (7, 5) else x
+    got = int8.kitchen_product(rows.half(), codes, scale, bias, 256)
+    wanted = int8.reference(rows.half().float(), codes, scale, bias, 256)
+    assert got.dtype == torch.float16
+    assert int8.snr_db(wanted, got.float()) > 45
+    assert torch.isinf(int8.rotate(loud.half(), 256)).any()
+
+
 def test_the_self_test_finds_a_product_that_is_off():
     assert int8.self_test(int8.reference, CPU) == int8.self_test(int8.integer_product, CPU) == ""
     assert "dB worse" in int8.self_test(lambda *args: int8.reference(*args) * 1.01, CPU)

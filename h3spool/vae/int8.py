@@ -114,8 +114,8 @@ def kitchen_product(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor, group
     import comfy_kitchen
 
     turing = torch.cuda.get_device_capability(x.device) < (8, 0)
-    if turing and codes.shape[1] > 4096:  # there its wide rotation runs in fp16, which overflows
-        x, group = rotate(x.float(), group).to(x.dtype), 0
+    if turing and codes.shape[1] > 4096:  # there its wide rotation runs in x's dtype: a float16 overflows by it
+        return integer_product(x, codes, scale, bias, group)
     how = {"convrot": bool(group), "convrot_groupsize": group or 256}
     return comfy_kitchen.int8_linear(x, codes, scale, bias.to(x.dtype), out_dtype=x.dtype, **how)
 
