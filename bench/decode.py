@@ -180,5 +180,11 @@ def encoder_shapes() -> dict[str, list[int]]:
 
     with torch.device("meta"):
         vae = diffusers.AutoencoderKLMiniMaxH3(decoder_num_layers=1)
-    ours = ("encoder.", "quant_conv.")
-    return {key: list(value.shape) for key, value in vae.state_dict().items() if key.startswith(ours)}
+    return {
+        key.replace("down_blocks.", "down.")
+        .replace("resnets.", "block.")
+        .replace("conv_shortcut", "nin_shortcut")
+        .replace("downsamplers.0", "downsample"): list(value.shape)
+        for key, value in vae.state_dict().items()
+        if key.startswith(("encoder.", "quant_conv."))
+    }

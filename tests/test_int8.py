@@ -126,7 +126,7 @@ def test_each_card_gets_its_way(monkeypatch, capability, cuda, kitchen, name):
 @pytest.mark.parametrize("capability", [(7, 5), (8, 6)])
 @pytest.mark.parametrize("inputs", [2048, 8192])
 def test_comfy_kitchen_is_given_what_it_needs(monkeypatch, capability, inputs):
-    """Its eager code here, its kernels there. On Turing ff.w2 is computed by us: its rotation there overflows float16."""
+    """Its eager code here, its kernels there. On Turing ff.w2 is ours: its rotation there overflows float16."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     x, _, _, bias, weight = layer(64, inputs, rows=5)
     codes, scale = int8.quantise(0.003 * weight, 256)
@@ -271,6 +271,29 @@ def test_the_encoder_comes_along_with_kernels_in_half(tmp_path):
     for key, value in state.items():
         if key.startswith("encoder."):
             assert value.dtype == (torch.float16 if value.ndim > 1 else torch.float32)
+
+
+QUANTISING = """
+import sys
+from pathlib import Path
+import torch
+from h3spool.decode import _peak_bytes
+from h3spool.vae import quantize
+torch.set_num_threads(1)
+quantize.quantize(Path(sys.argv[1]), Path(sys.argv[2]), lambda done, total: None)
+print(_peak_bytes(torch.device("cpu")))
+"""
+
+
+def test_quantising_holds_one_linear_at_a_time(tmp_path):
+    """Of twelve more blocks of 512, 151 MB in float32, none stays; the file is mapped and counts while it is read."""
+    peaks, sizes = [], []
+    for blocks in (2, 14):
+        source = h3.save(tmp_path / f"{blocks}.safetensors", h3.video_weights(512, blocks), dtype=torch.float16)
+        argv = [sys.executable, "-c", QUANTISING, source, tmp_path / f"{blocks}.int8"]
+        peaks.append(int(subprocess.run(argv, capture_output=True, text=True, check=True).stdout))
+        sizes.append(source.stat().st_size)
+    assert peaks[1] - peaks[0] < sizes[1] - sizes[0] + 17e6  # of float32 linears of one block
 
 
 @pytest.mark.parametrize("convert", [lambda state: state, h3.to_diffusers])
