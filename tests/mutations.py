@@ -217,7 +217,7 @@ MUTATIONS = [
 
 def survives(mutation: Mutation, folder: Path) -> str:
     """Run the tests against the mutated copy; returns "" when they go red, else what happened instead."""
-    for name in ("h3spool", "tests"):
+    for name in ("h3spool", "tests", "bench"):
         shutil.copytree(REPO / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(REPO / "setup.cfg", folder)
     target = folder / "h3spool" / mutation.file
