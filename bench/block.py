@@ -6,6 +6,7 @@ where torch's integer product is slow, on an eighth of the tokens, and scaled.
 
 import copy
 import math
+import statistics
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -14,12 +15,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bench.decode import SMALL_ENCODER, STATS, fastest, randomise
+from bench.decode import SMALL_ENCODER, STATS, interleaved, randomise, ratio
 from bench.peak import operations_per_s
 from h3spool.vae import cpu, int8, quantize, tiling, video, weights
 
 WIDTH, SIZE, EIGHTH = 2048, (7, 16, 16), (7, 8, 4)
-ROUNDS = 4
+ROUNDS = 9
 BLOCKS, FRAME_PX, LATENT_FRAMES = 36, (416, 736), 37  # 124 frames
 CPU = torch.device("cpu")
 Run = Callable[[Tensor], Tensor]
@@ -138,11 +139,12 @@ def main() -> None:
     x[:, -1] = 0
     with tempfile.TemporaryDirectory() as folder:
         found = runs(Path(folder))
-        seconds = dict(zip(found, fastest(*(partial(run, x) for run in found.values()), rounds=ROUNDS), strict=True))
+        taken = interleaved(*(partial(run, x) for run in found.values()), rounds=ROUNDS)
+        seconds = dict(zip(found, taken, strict=True))
         wanted = found["diffusers fp32"](x) - x
         for name, run in found.items():
-            snr = int8.snr_db(wanted, run(x) - x)
-            show(name, seconds[name], seconds["diffusers fp32"], f"SNR {snr:5.1f} dB", peak)
+            note = f"SNR {int8.snr_db(wanted, run(x) - x):5.1f} dB"
+            show(name, seconds[name], ratio(seconds["diffusers fp32"], seconds[name]), note, peak)
         _, mine, quantised = blocks(Path(folder) / "eager")
         split(mine, torch.float32, seconds["ours fp32"])
         if "ours bf16" in seconds:
@@ -151,29 +153,27 @@ def main() -> None:
             split(quantised, torch.int8, seconds["ours int8"])
         else:
             print("  int8 products: not measured; " + int8.backend(CPU).name)
-            eighth(quantised, x, seconds)
+            eighth(quantised, x, min(seconds["ours int8 file, products fp32"]))
     print("  bf16: measured" if cpu.has_bfloat16() else "  bf16: not measured, this processor does not have it")
 
 
-def show(name: str, seconds: float, base: float, note: str, peak: dict[str, float]) -> None:
-    share = f"{limit_s(name, peak) / seconds:4.0%} of peak" if peak else ""
-    whole = seconds * block_runs() / 60
-    print(
-        f"  {name:<32} {1000 * seconds:7.0f} ms {base / seconds:6.2f} x  {note}  {share}  416x736x124: {whole:6.1f} min"
-    )
+def show(name: str, seconds: list[float], gain: float, note: str, peak: dict[str, float]) -> None:
+    best = min(seconds)
+    share = f"{limit_s(name, peak) / best:4.0%} of peak" if peak else ""
+    whole = statistics.median(seconds) * block_runs() / 60
+    print(f"  {name:<32} {1000 * best:7.0f} ms {gain:6.2f} x  {note}  {share}  416x736x124: {whole:6.1f} min")
 
 
-def eighth(quantised: video.Block, x: Tensor, seconds: dict[str, float]) -> None:
+def eighth(quantised: video.Block, x: Tensor, ours_s: float) -> None:
     """comfy-kitchen's eager code on an eighth of the tokens, because it takes minutes."""
     part = x[:, : tokens_of(EIGHTH)]
-    taken = fastest(partial(ours(kitchens(quantised), torch.float32, EIGHTH), part), rounds=1)[0]
+    ((taken,),) = interleaved(partial(ours(kitchens(quantised), torch.float32, EIGHTH), part), rounds=1)
     scaled = taken * tokens_of(SIZE) / tokens_of(EIGHTH)
-    ratio = scaled / seconds["ours int8 file, products fp32"]
     print(f"  comfy-kitchen eager int8: {taken:.1f} s for {part.shape[1]} tokens,", end=" ")
-    print(f"that is {scaled:.0f} s for all of them, {ratio:.0f} x ours")
+    print(f"that is {scaled:.0f} s for all of them, {scaled / ours_s:.0f} x ours")
 
 
-def split(block: video.Block, dtype: torch.dtype, whole: float) -> None:
+def split(block: video.Block, dtype: torch.dtype, whole: list[float]) -> None:
     """Linears, attention, and the rest."""
     tokens, around = tokens_of(SIZE), video.activations(dtype, CPU)
     inputs = {width: torch.randn(1, tokens, width).to(around) for width in (WIDTH, 4 * WIDTH)}
@@ -181,10 +181,15 @@ def split(block: video.Block, dtype: torch.dtype, whole: float) -> None:
     products = [(layer.at(dtype), inputs[layer.weight.shape[1]]) for layer in layers]
     qkv, turn = torch.randn(1, tokens, 3 * WIDTH).to(around), video.turns(SIZE, CPU)
     kind = torch.bfloat16 if dtype == torch.int8 and cpu.has_bfloat16() else around
-    linears, attention = fastest(
-        lambda: [product(given) for product, given in products], lambda: video.attend(qkv, turn, kind)
+    linears, attention = map(
+        min,
+        interleaved(
+            lambda: [product(given) for product, given in products],
+            lambda: video.attend(qkv, turn, kind),
+            rounds=ROUNDS,
+        ),
     )
-    rest = max(0.0, whole - linears - attention)
+    rest = max(0.0, min(whole) - linears - attention)
     print(f"    of ours {str(dtype).removeprefix('torch.')}: linears {1000 * linears:.0f} ms", end=" ")
     print(f"({linear_flop(tokens) / linears / 1e9:.0f} GFLOP/s), attention {1000 * attention:.0f} ms", end=" ")
     print(f"({attention_flop(tokens) / attention / 1e9:.0f} GFLOP/s), rest {1000 * rest:.0f} ms", flush=True)

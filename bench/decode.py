@@ -1,11 +1,12 @@
 """The native decoder beside diffusers at equal precision, and one whole decode from a file of the published size.
 
-Both read the same folder in the same process; rounds are interleaved and the fastest counts, because a pause of a
-shared machine only ever adds. Ours also rounds to 8 bits and stitches. Random weights: speed does not depend on them.
+Both read the same folder in the same process, in interleaved rounds: seconds are of the fastest, a ratio is the median
+of those of the rounds. Ours also rounds to 8 bits and stitches. Random weights: speed does not depend on them.
 """
 
 import json
 import math
+import statistics
 import struct
 import subprocess
 import sys
@@ -45,15 +46,20 @@ def processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown CPU")
 
 
-def fastest(*works: Callable[[], object], rounds: int = 2) -> list[float]:
-    """Seconds of each, the best of so many interleaved rounds."""
-    best = [math.inf] * len(works)
+def interleaved(*works: Callable[[], object], rounds: int) -> list[list[float]]:
+    """Seconds of each work in each of so many interleaved rounds."""
+    taken: list[list[float]] = [[] for _ in works]
     for _ in range(rounds):
-        for index, work in enumerate(works):
+        for work, seconds in zip(works, taken, strict=True):
             start = time.perf_counter()
             work()
-            best[index] = min(best[index], time.perf_counter() - start)
-    return best
+            seconds.append(time.perf_counter() - start)
+    return taken
+
+
+def ratio(ours: list[float], theirs: list[float]) -> float:
+    """The median of the ratios of the rounds: what else a shared machine does changes from minute to minute."""
+    return statistics.median(mine / other for mine, other in zip(ours, theirs, strict=True))
 
 
 def randomise(module: torch.nn.Module) -> None:
@@ -85,12 +91,12 @@ def beside_diffusers(diffusers, folder: Path, precision: str) -> None:
     def decode_theirs() -> None:
         pictures["theirs"] = theirs.decode(denormalised).sample[0].float()
 
-    mine, other = fastest(decode_ours, decode_theirs)
+    mine, other = interleaved(decode_ours, decode_theirs, rounds=3)
     eight_bit = (255 * video.finalise(pictures["theirs"])).round().permute(1, 2, 3, 0)
     apart = (eight_bit - pictures["ours"]).abs()
     note = "" if native else " (emulated here)"
     print(f"  one tile-clip 7x16x16, width 2048, {blocks} of 36 blocks, {precision}{note}")
-    print(f"    ours {mine:.2f} s   diffusers {other:.2f} s   ratio {mine / other:.3f}")
+    print(f"    ours {min(mine):.2f} s   diffusers {min(other):.2f} s   ratio {ratio(mine, other):.3f}")
     print(f"    8-bit difference: mean {apart.mean():.4f}, max {apart.max():.0f} of 255", flush=True)
 
 
@@ -102,9 +108,9 @@ def sound_beside_diffusers(diffusers, folder: Path) -> None:
     z = torch.randn(2, audio.CHANNELS, 80)
     scaled = z * ours.latents_std[:, None] + ours.latents_mean[:, None]
     with torch.inference_mode():
-        mine, other = fastest(lambda: list(ours(z)), lambda: theirs.decode(scaled))
+        mine, other = interleaved(lambda: list(ours(z)), lambda: theirs.decode(scaled), rounds=5)
     print("  2 s of stereo sound, width 1024, fp32")
-    print(f"    ours {mine:.2f} s   diffusers {other:.2f} s   ratio {mine / other:.3f}", flush=True)
+    print(f"    ours {min(mine):.2f} s   diffusers {min(other):.2f} s   ratio {ratio(mine, other):.3f}", flush=True)
 
 
 # ---------------------------------------------------------------- one whole decode

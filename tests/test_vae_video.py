@@ -93,6 +93,17 @@ def test_bounded_attention_is_attention(tokens):
     assert int8.snr_db(wanted, rounded.float()) > 40
 
 
+def test_a_gate_closed_by_parts_is_the_gate(tmp_path):
+    """1280 channels: a whole part and a smaller one."""
+    path = save(tmp_path / "video.safetensors", video_weights(320, 1))
+    block = weights.load_video(path, torch.float32, CPU)[0].decoder.transformer_blocks[0]
+    x = torch.randn(2, 9, 320)
+    gate, value = torch.nn.functional.linear(x, block.ff.w1.weight, block.ff.w1.bias).chunk(2, dim=-1)
+    closed = torch.nn.functional.silu(gate) * value
+    wanted = torch.nn.functional.linear(closed, block.ff.w2.weight, block.ff.w2.bias)
+    torch.testing.assert_close(block.ff.at(torch.float32)(x), wanted, rtol=0, atol=1e-5)
+
+
 def test_a_narrow_file_is_not_widened_at_load(tmp_path):
     path = save(tmp_path / "f16.safetensors", video_weights(), dtype=torch.float16)
     net, facts = weights.load_video(path, torch.float32, CPU)

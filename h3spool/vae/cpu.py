@@ -4,6 +4,7 @@ from functools import cache
 from pathlib import Path
 
 STRIP = 304  # rows to compute at once where more would leave the cache, or cost page faults
+CHANNELS = 1024  # of the gated product at once, likewise
 
 
 @cache

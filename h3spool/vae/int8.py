@@ -9,7 +9,7 @@ The format is ComfyUI's `int8_tensorwise` with `convrot`; the arithmetic is that
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -202,15 +202,21 @@ class Int8Linear(nn.Module):
 
     def at(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         """Return the function that multiplies in `dtype`: int8 as stored, a float with a de-quantised copy."""
-        if dtype == torch.int8:
-            return self._integer
-        weight = dequantise(self.weight, self.weight_scale, self.group).to(dtype)
-        return partial(F.linear, weight=weight, bias=self.bias.to(dtype))
+        return self.parts(dtype, [slice(None)])[0]
 
-    def _integer(self, x: Tensor) -> Tensor:
-        product = backend(x.device).product
-        flat = product(x.reshape(-1, x.shape[-1]), self.weight, self.weight_scale, self.bias, self.group)
-        return flat.view(*x.shape[:-1], -1)
+    def parts(self, dtype: torch.dtype, rows: Iterable[slice]) -> list[Callable[[Tensor], Tensor]]:
+        """Return such functions of some of its rows each."""
+        return [self._part(dtype, self.weight[some], self.weight_scale[some], self.bias[some]) for some in rows]
+
+    def _part(self, dtype: torch.dtype, codes: Tensor, scale: Tensor, bias: Tensor) -> Callable[[Tensor], Tensor]:
+        if dtype != torch.int8:
+            return partial(F.linear, weight=dequantise(codes, scale, self.group).to(dtype), bias=bias.to(dtype))
+        product = backend(codes.device).product
+
+        def integer(x: Tensor) -> Tensor:
+            return product(x.reshape(-1, x.shape[-1]), codes, scale, bias, self.group).view(*x.shape[:-1], -1)
+
+        return integer
 
 
 # ---- the format ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ heads. Raw pixels are ImageNet-normalised; `finalise` makes them [0, 1]. Attribu
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 
 import torch
@@ -22,6 +22,7 @@ ROTATED = 48  # of HEAD: three axes x eight frequencies x (cos, sin)
 THETA = 100.0  # base of the rotary frequencies
 SUFFIX = 5  # four register tokens and one token of zeros
 EPS = 1e-5
+Product = Callable[[Tensor], Tensor]
 
 LATENTS_MEAN = (
     0.858090341091156, -0.9606591463088989, 1.0661640167236328, -0.5090325474739075,
@@ -56,16 +57,23 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(outputs), requires_grad=False)
 
-    def at(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    def at(self, dtype: torch.dtype) -> Product:
         """Return the function that multiplies in `dtype`: a cast copy of the weight lives only as long as it."""
+        return self.parts(dtype, [slice(None)])[0]
+
+    def parts(self, dtype: torch.dtype, rows: Iterable[slice]) -> list[Product]:
+        """Return such functions of some of its rows each."""
         dtype = activations(dtype, self.weight.device)  # of a layer that is not quantised between those that are
         narrowed = self.stored and torch.promote_types(self.weight.dtype, dtype) != self.weight.dtype
-        weight = (self.stored() if narrowed else self.weight).to(self.weight.device, dtype)
-        bias = self.bias.to(dtype)
-        if weight.device.type == "cpu" and dtype in packed_dtypes():
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-            return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-        return partial(F.linear, weight=weight, bias=bias)
+        source, place = self.stored() if narrowed else self.weight, self.weight.device
+        return [_product(source[some].to(place, dtype), self.bias[some].to(dtype)) for some in rows]
+
+
+def _product(weight: Tensor, bias: Tensor) -> Product:
+    if weight.device.type == "cpu" and weight.dtype in packed_dtypes():
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+        return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return partial(F.linear, weight=weight, bias=bias)
 
 
 @cache
@@ -117,16 +125,34 @@ class FeedForward(nn.Module):
         self.w1 = Linear(width, 8 * width)
         self.w2 = Linear(4 * width, width)
 
-    def at(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    def at(self, dtype: torch.dtype) -> Product:
         """Return the function [..., D] -> [..., D] with products in `dtype`."""
-        w1, w2 = self.w1.at(dtype), self.w2.at(dtype)
+        pairs, w2, inner = self._pairs(dtype), self.w2.at(dtype), len(self.w1.bias) // 2
 
         def gated(x: Tensor) -> Tensor:
-            gate, value = w1(x).chunk(2, dim=-1)
-            # a fresh tensor, because half-precision products of a strided one were 15 % slower
-            return w2(F.silu(gate).mul_(value))
+            closed = x.new_empty(*x.shape[:-1], inner)
+            for some, pair in pairs:
+                gate, value = pair(x)
+                torch.mul(F.silu(gate, inplace=True), value, out=closed[..., some])
+            return w2(closed)
 
         return gated
+
+    def _pairs(self, dtype: torch.dtype) -> list[tuple[slice, Callable[[Tensor], Sequence[Tensor]]]]:
+        """Parts of the channels, each with the function to its gate and value.
+
+        On a CPU the parts are small enough for the cache: a block is 10 % faster by it (Zen 3). For int8 there is one,
+        because each would round x again.
+        """
+        inner = len(self.w1.bias) // 2
+        if dtype == torch.int8 or self.w1.bias.is_cuda:
+            whole = self.w1.at(dtype)
+            return [(slice(inner), lambda x: whole(x).chunk(2, dim=-1))]
+        gates = [slice(start, min(inner, start + cpu.CHANNELS)) for start in range(0, inner, cpu.CHANNELS)]
+        values = [slice(inner + some.start, inner + some.stop) for some in gates]
+        halves = self.w1.parts(dtype, [*gates, *values])
+        pairs = zip(gates, halves[: len(gates)], halves[len(gates) :], strict=True)
+        return [(some, lambda x, gate=gate, value=value: (gate(x), value(x))) for some, gate, value in pairs]
 
 
 class Block(nn.Module):
