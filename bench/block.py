@@ -46,7 +46,7 @@ def block_runs() -> int:
 
 
 class KitchenLinear(torch.nn.Module):
-    """An int8 linear as comfy-kitchen's eager code computes it."""
+    """An int8 linear as comfy-kitchen's eager code computes it, always whole."""
 
     def __init__(self, layer: int8.Int8Linear):
         super().__init__()
@@ -68,7 +68,18 @@ def kitchens(block: video.Block) -> video.Block:
         old = block.get_submodule(part)
         twin._modules[part] = new = copy.copy(old)
         new._modules = {name: KitchenLinear(layer) for name, layer in old._modules.items()}
+    twin.ff.at = partial(gated, twin.ff)
     return twin
+
+
+def gated(ff: video.FeedForward, dtype: torch.dtype) -> Run:
+    w1, w2 = ff.w1.at(dtype), ff.w2.at(dtype)
+
+    def run(x: Tensor) -> Tensor:
+        gate, value = w1(x).chunk(2, dim=-1)
+        return w2(torch.nn.functional.silu(gate) * value)
+
+    return run
 
 
 def ours(block: video.Block, dtype: torch.dtype, size: tuple[int, int, int] = SIZE) -> Run:
