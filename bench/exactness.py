@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from bench.block import CPU, WIDTH, blocks, ours, tokens_of
 from h3spool import importers
-from h3spool.decode import Decoder
+from h3spool.decode import Decoder, difference
 from h3spool.vae import cpu, int8, quantize, video
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo"
@@ -48,20 +47,21 @@ def demo_clip(folder: Path) -> None:
     quantize.quantize(checkpoint, quantised, lambda done, total: None)
     clip = importers.load([DEMO / "demo.h3latent"]).video.array()
 
-    def frames(path: Path, precision: str) -> np.ndarray:
-        return np.concatenate(list(Decoder(path, None, precision=precision, device="cpu").frames(clip, {})))
+    def show(name: str, path: Path, precision: str) -> None:
+        pair = [
+            Decoder(file, None, precision=kind, device="cpu")
+            for file, kind in ((checkpoint, "fp32"), (path, precision))
+        ]
+        found = difference(*pair, clip)
+        print(f"  {name:<48} PSNR {found['psnr_db']:.1f} dB, at most {found['max']} of 255", flush=True)
 
-    wanted = frames(checkpoint, "fp32")
-    found = {"fp16": frames(checkpoint, "fp16"), "bf16": frames(checkpoint, "bf16")}
-    found["int8 weights, float products"] = frames(quantised, "fp32")
+    print("the demo clip against fp32")
+    show("fp16", checkpoint, "fp16")
+    show("bf16", checkpoint, "bf16")
+    show("int8 weights, float products", quantised, "fp32")
     for name, flags in WAYS.items():
         with processor(flags):
-            found[name] = frames(quantised, "int8")
-    print(f"the demo clip, {len(wanted)} frames, against fp32")
-    for name, got in found.items():
-        off = np.abs(wanted.astype(np.int16) - got)
-        psnr = 10 * np.log10(255**2 / np.square(off, dtype=np.float64).mean())
-        print(f"  {name:<48} PSNR {psnr:.1f} dB, at most {off.max()} of 255", flush=True)
+            show(name, quantised, "int8")
 
 
 @torch.inference_mode()

@@ -431,8 +431,8 @@ class World:
         self.ok("fsck", "-s", self.sampler, THEN, "fsck", "-s", self.decoder)
 
 
-def in_a_fork(work: Callable[[], None]) -> None:
-    """Do it in a child, so that what it imports (torch) does not make every later fork of this process dear."""
+def fork(work: Callable[[], None]) -> int:
+    """Start a child that does it; it ends with 0 unless something was raised."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -441,8 +441,13 @@ def in_a_fork(work: Callable[[], None]) -> None:
         except BaseException:
             traceback.print_exc()
         finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, "it failed in a child; see the captured stderr"
+            os._exit(99)
+    return pid
+
+
+def in_a_fork(work: Callable[[], None]) -> None:
+    """Do it in a child, so that what it imports (torch) does not make every later fork of this process dear."""
+    assert os.waitstatus_to_exitcode(os.waitpid(fork(work), 0)[1]) == 0, "it failed in a child; see the captured stderr"
 
 
 # ---------------------------------------------------------------- looking at spools

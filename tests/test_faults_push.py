@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from faultlib import (
@@ -84,36 +85,45 @@ def arrived_once(world: World, names: set[str]) -> None:
 # ---------------------------------------------------------------- one kill at a time
 
 
+def killed_push(far: Far, world: World, latent: Path, victim: str, offset: int) -> tuple[list[int], bool, int]:
+    """Kill a victim at an offset, and complete the push: whom it hit, whether the push was cut, and its exit status."""
+    name = world.export(latent)
+    world.ok("verify", "-s", world.sampler)
+    client = far.start(*far.push(world, "--bwlimit", "3m"))
+    reach(world, client, 1)
+    found = victims(far, client, victim)
+    reach(world, client, offset)
+    hit = [pid for pid in found if kill(pid)]
+    out, _ = client.communicate(timeout=60)
+    cut = where(world.sampler, name) != ["done"]
+    assert client.returncode in ((-9,) if victim == "client" and hit else (0, 74, 75)), out
+    assert client.returncode != 0 or where(world.decoder, name), out
+    again = far.start(*far.push(world))
+    assert again.wait(60) == 0, again.stdout.read()
+    world.ok("verify", "-s", world.decoder)
+    arrived_once(world, {name})
+    world.fsck()
+    for spool, state in ((world.sampler, "done"), (world.decoder, "verified")):
+        shutil.rmtree(spool / state / name)
+    return hit, cut, client.returncode
+
+
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_a_push_killed_at_any_byte_is_completed_by_the_next(far, world, victim):
     latent = write_clip(world.root / "large.h3latent", tokens=7, height=48, width=64)
     assert latent.stat().st_size > LATENT_BYTES
-    trials, cut, late, codes = picks(20, 1), 0, 0, Counter()
+    trials, cuts, codes = picks(20, 1), 0, Counter()
     for trial in trials:
-        name = world.export(latent)
-        world.ok("verify", "-s", world.sampler)
         offset = LATENT_BYTES * trial // 24
-        client = far.start(*far.push(world, "--bwlimit", "3m"))
-        reach(world, client, 1)
-        found = victims(far, client, victim)
-        reach(world, client, offset)
-        hit = [pid for pid in found if kill(pid)]
-        out, _ = client.communicate(timeout=60)
-        codes[client.returncode] += 1
-        late += not hit  # on a busy machine all may be over before we look again
-        cut += where(world.sampler, name) != ["done"]
-        assert client.returncode in ((-9,) if victim == "client" and hit else (0, 74, 75)), out
-        assert client.returncode != 0 or where(world.decoder, name), out
-        again = far.start(*far.push(world))
-        assert again.wait(60) == 0, again.stdout.read()
-        world.ok("verify", "-s", world.decoder)
-        arrived_once(world, {name})
-        world.fsck()
-        for spool, state in ((world.sampler, "done"), (world.decoder, "verified")):
-            shutil.rmtree(spool / state / name)
-    seen = f"{cut} pushes cut, {late} too late, exits {dict(codes)}"
-    say(f"push over ssh: {victim} killed at {len(trials)} byte offsets, {seen}")
-    assert cut and late <= len(trials) // 5
+        for _ in range(3):  # on a busy machine a push may be over before we look again
+            hit, cut, code = killed_push(far, world, latent, victim, offset)
+            if hit:
+                break
+        assert hit, f"nothing to kill: {victim} at {offset}"
+        cuts += cut
+        codes[code] += 1
+    say(f"push over ssh: {victim} killed at {len(trials)} byte offsets, {cuts} pushes cut, exits {dict(codes)}")
+    assert cuts
 
 
 DUMB = """import os, sys

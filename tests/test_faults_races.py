@@ -18,6 +18,7 @@ from faultlib import (
     THEN,
     Done,
     World,
+    fork,
     memory_folder,
     need,
     need_tracing,
@@ -55,22 +56,6 @@ def many(world: World, count: int) -> list[str]:
             (world.decoder / "verified" / name / file.name.replace(first, name)).write_bytes(text)
         names.append(name)
     return names
-
-
-def fork(work: Callable[[], None]) -> int:
-    """Start a worker; it ends with 0 unless something was raised."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-            os._exit(0)
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-        finally:
-            os._exit(99)
-    return pid
 
 
 def test_eight_workers_claim_a_thousand_jobs_once_each(folder):

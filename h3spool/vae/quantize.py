@@ -24,7 +24,7 @@ from h3spool.vae import int8, video, weights
 
 LINEARS = ("attn.to_qkv", "attn.to_out", "ff.w1", "ff.w2")
 _BYTES = {"F32": 4, "F16": 2, "I8": 1, "U8": 1}  # in the order in which tensors lie in the file
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "I8": torch.int8, "U8": torch.uint8}
+_DTYPES = weights.DTYPES | {"I8": torch.int8, "U8": torch.uint8}
 
 
 class Entry(NamedTuple):

@@ -22,7 +22,7 @@ ROTATED = 48  # of HEAD: three axes x eight frequencies x (cos, sin)
 THETA = 100.0  # base of the rotary frequencies
 SUFFIX = 5  # four register tokens and one token of zeros
 EPS = 1e-5
-Product = Callable[[Tensor], Tensor]
+Multiply = Callable[[Tensor], Tensor]
 
 LATENTS_MEAN = (
     0.858090341091156, -0.9606591463088989, 1.0661640167236328, -0.5090325474739075,
@@ -57,11 +57,11 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(outputs), requires_grad=False)
 
-    def at(self, dtype: torch.dtype) -> Product:
+    def at(self, dtype: torch.dtype) -> Multiply:
         """Return the function that multiplies in `dtype`: a cast copy of the weight lives only as long as it."""
         return self.parts(dtype, [slice(None)])[0]
 
-    def parts(self, dtype: torch.dtype, rows: Iterable[slice]) -> list[Product]:
+    def parts(self, dtype: torch.dtype, rows: Iterable[slice]) -> list[Multiply]:
         """Return such functions of some of its rows each."""
         dtype = activations(dtype, self.weight.device)  # of a layer that is not quantised between those that are
         narrowed = self.stored and torch.promote_types(self.weight.dtype, dtype) != self.weight.dtype
@@ -69,7 +69,7 @@ class Linear(nn.Module):
         return [_product(source[some].to(place, dtype), self.bias[some].to(dtype)) for some in rows]
 
 
-def _product(weight: Tensor, bias: Tensor) -> Product:
+def _product(weight: Tensor, bias: Tensor) -> Multiply:
     if weight.device.type == "cpu" and weight.dtype in packed_dtypes():
         packed = torch.ops.mkldnn._reorder_linear_weight(weight)
         return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
@@ -125,7 +125,7 @@ class FeedForward(nn.Module):
         self.w1 = Linear(width, 8 * width)
         self.w2 = Linear(4 * width, width)
 
-    def at(self, dtype: torch.dtype) -> Product:
+    def at(self, dtype: torch.dtype) -> Multiply:
         """Return the function [..., D] -> [..., D] with products in `dtype`."""
         pairs, w2, inner = self._pairs(dtype), self.w2.at(dtype), len(self.w1.bias) // 2
 
