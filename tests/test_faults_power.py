@@ -147,7 +147,7 @@ PROMISES: dict[str, tuple[str, Callable[[World, Done], None]]] = {  # transition
     "mux": ("d", holds_done),
     "decode-mux": ("d", holds_done),
 }
-SHORT_FORM = ("export", "adopt", "push", "requeue", "pull")
+SHORT_FORM = ("export", "adopt", "push", "requeue", "pull", "decode")
 STEPS = [step for step in (*TRANSITIONS, *DECODING) if step.name in (PROMISES if FULL else SHORT_FORM)]
 
 
